@@ -1,0 +1,50 @@
+"""Write the extras of the core: a path to the plugin beside it in a clone, its exact version in a release.
+
+A pinned name alone would make ``pip install './core[ema]'`` ask a registry for a plugin that may not be published, and
+install whatever somebody else put there under that name. A path asks nobody. A release must hold no path, so
+``NVALCHEMI_RELEASE=1`` pins every plugin to the version of the core.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+PLUGINS = ("ema", "grad-clip", "loss-scaling", "scaler-veto")
+
+
+def requirement(plugin: str, version: str, plugins: Path, *, release: bool) -> str:
+    """Return what the extra of ``plugin`` installs.
+
+    Examples
+    --------
+    >>> requirement("ema", "0.1.0", Path("/clone/plugins"), release=True)
+    'nvalchemi-hooks-ema==0.1.0'
+    """
+    name = f"nvalchemi-hooks-{plugin}"
+    folder = plugins / plugin
+    if release or not (folder / "pyproject.toml").is_file():
+        return f"{name}=={version}"
+    return f"{name} @ {folder.as_uri()}"
+
+
+def is_release() -> bool:
+    """Return whether ``NVALCHEMI_RELEASE`` asks for a release build; refuse what is neither 0 nor 1."""
+    value = os.environ.get("NVALCHEMI_RELEASE", "0")
+    if value not in {"0", "1"}:
+        raise ValueError(f"NVALCHEMI_RELEASE is {value!r}; set it to 1 for a release build, or leave it out")
+    return value == "1"
+
+
+class ExtrasHook(MetadataHookInterface):
+    """One extra a plugin, and ``all``."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Fill in ``optional-dependencies``; an sdist carries them already, and never comes here."""
+        plugins = Path(self.root).resolve().parent / "plugins"
+        release = is_release()
+        extras = {plugin: [requirement(plugin, metadata["version"], plugins, release=release)] for plugin in PLUGINS}
+        metadata["optional-dependencies"] = {**extras, "all": [one for extra in extras.values() for one in extra]}

@@ -1,0 +1,131 @@
+"""``nvalchemi hooks list``: the installed hooks, from metadata alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nvalchemi.cli.parsers import Subparsers
+    from nvalchemi.hooks.plugins.catalog import HookListing
+
+__all__ = ["add_to", "run"]
+
+_DESCRIPTION = """\
+List the hooks that are installed. Only metadata is read: no plugin is imported, and none can make this fail.
+
+Installed is not active: a hook joins a run when its configuration names it, as in
+  TrainingStrategy(..., hooks=["ema", {"grad_clip": {"max_norm": 1.0}}])
+"""
+
+_EPILOG = """\
+states:
+  available     a configuration can name it
+  disabled      NVALCHEMI_HOOKS_DISABLE names it
+  not allowed   NVALCHEMI_HOOKS_ALLOW is set and does not name it
+  incompatible  it was made for another version of the core
+  clash         several distributions offer the name; write distribution:name to choose
+  broken        it failed when it was last loaded; as nothing is loaded here, only nvalchemi.hooks.list_hooks()
+                inside a running program shows it
+
+environment:
+  NVALCHEMI_HOOKS_DISABLE=a,b   never load these (* for all)
+  NVALCHEMI_HOOKS_ALLOW=a,b     load only these
+  NVALCHEMI_HOOKS_STRICT=1      in a run, every failure of a plugin is an error
+
+exit codes:
+  0  listed, also when there is nothing to list
+  2  the command line was not understood
+"""
+
+_INSTALL = """\
+No hooks are installed.
+  all official ones:  pip install 'nvalchemi-hooks[all]'
+  one alone:          pip install 'nvalchemi-hooks[ema]'
+"""
+
+_FIELDS = ("name", "target", "distribution", "version", "api_range", "state", "reason")
+_TITLES = ("NAME", "STATE", "DISTRIBUTION", "VERSION", "CORE", "TARGET", "REASON")
+_ANY_VERSION = "any"
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the words of ``nvalchemi hooks``."""
+    parser = commands.add_parser(
+        "list",
+        help="which hooks are installed, from which distribution, and whether they can be used",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON array for a program: one object a hook, with name, target, distribution, version, "
+        "api_range, state and reason",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the list; warnings go to standard error."""
+    from nvalchemi.hooks.plugins.catalog import list_hooks
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hooks = list_hooks()
+    for warning in caught:
+        print("nvalchemi: warning:", warning.message, file=sys.stderr)
+    if options.json:
+        import json
+
+        print(json.dumps([{field: getattr(hook, field) for field in _FIELDS} for hook in hooks], indent=2))
+    elif not hooks:
+        print(_INSTALL, end="")
+    elif sys.stdout.isatty():
+        _print_table(hooks)
+    else:
+        _print_columns(hooks)
+    return 0
+
+
+def _cells(hook: HookListing) -> tuple[str, ...]:
+    return (
+        hook.name,
+        str(hook.state),
+        hook.distribution,
+        hook.version,
+        hook.api_range or _ANY_VERSION,
+        hook.target,
+        hook.reason,
+    )
+
+
+def _print_columns(hooks: list[HookListing]) -> None:
+    """Print aligned columns, as wide as they need to be: for a pipe, a file, or a reader without colours."""
+    rows = [_TITLES, *map(_cells, hooks)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_table(hooks: list[HookListing]) -> None:
+    """Print a table that fits the terminal, folding what is long; a column with nothing in it is left out."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"available": "green", "disabled": "dim", "not allowed": "dim"}
+    rows = [_cells(hook) for hook in hooks]
+    shown = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index in shown:
+        table.add_column(_TITLES[index].capitalize(), overflow="fold", no_wrap=index == 0 and len(rows[0][0]) < 24)
+    for row in rows:
+        colour = colours.get(row[1], "red")
+        table.add_row(*(Text(row[index], style=colour if index == 1 else "") for index in shown))
+    Console().print(table)

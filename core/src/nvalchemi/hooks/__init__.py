@@ -1,0 +1,58 @@
+"""What any engine needs of hooks: protocols, contexts, the registry, and the discovery of installed hooks.
+
+Importing this module imports nothing else; each name is imported when it is first used.
+
+>>> from nvalchemi.hooks import HookOffer
+>>> HookOffer("noop", factory=dict).name
+'noop'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvalchemi._lazy import door
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks.context import HookContext as HookContext
+    from nvalchemi.hooks.context import TrainContext as TrainContext
+    from nvalchemi.hooks.plugins.activation import ActivatedHook as ActivatedHook
+    from nvalchemi.hooks.plugins.activation import activate_hooks as activate_hooks
+    from nvalchemi.hooks.plugins.catalog import HookListing as HookListing
+    from nvalchemi.hooks.plugins.catalog import HookState as HookState
+    from nvalchemi.hooks.plugins.catalog import list_hooks as list_hooks
+    from nvalchemi.hooks.plugins.loader import refresh_hooks as refresh_hooks
+    from nvalchemi.hooks.plugins.markers import hookimpl as hookimpl
+    from nvalchemi.hooks.plugins.specs import HookOffer as HookOffer
+    from nvalchemi.hooks.protocols import CheckpointableHook as CheckpointableHook
+    from nvalchemi.hooks.protocols import GradientScaler as GradientScaler
+    from nvalchemi.hooks.protocols import Hook as Hook
+    from nvalchemi.hooks.protocols import ProvidesAveragedModel as ProvidesAveragedModel
+    from nvalchemi.hooks.protocols import ProvidesInferenceContext as ProvidesInferenceContext
+    from nvalchemi.hooks.registry import HookRegistry as HookRegistry
+    from nvalchemi.metadata import Provenance as Provenance
+    from nvalchemi.metadata import provenance_of as provenance_of
+
+__getattr__, __dir__ = door(
+    __name__,
+    {
+        "ActivatedHook": "nvalchemi.hooks.plugins.activation",
+        "CheckpointableHook": "nvalchemi.hooks.protocols",
+        "GradientScaler": "nvalchemi.hooks.protocols",
+        "Hook": "nvalchemi.hooks.protocols",
+        "HookContext": "nvalchemi.hooks.context",
+        "HookListing": "nvalchemi.hooks.plugins.catalog",
+        "HookOffer": "nvalchemi.hooks.plugins.specs",
+        "HookRegistry": "nvalchemi.hooks.registry",
+        "HookState": "nvalchemi.hooks.plugins.catalog",
+        "Provenance": "nvalchemi.metadata",
+        "ProvidesAveragedModel": "nvalchemi.hooks.protocols",
+        "ProvidesInferenceContext": "nvalchemi.hooks.protocols",
+        "TrainContext": "nvalchemi.hooks.context",
+        "activate_hooks": "nvalchemi.hooks.plugins.activation",
+        "hookimpl": "nvalchemi.hooks.plugins.markers",
+        "list_hooks": "nvalchemi.hooks.plugins.catalog",
+        "provenance_of": "nvalchemi.metadata",
+        "refresh_hooks": "nvalchemi.hooks.plugins.loader",
+    },
+)

@@ -1,0 +1,271 @@
+"""What a hook is told: the state of one batch, and the powers a hook has over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from nvalchemi.hooks.lifecycle import close_all
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nvalchemi.training.hooks.decision import Reading
+    from nvalchemi.training.hooks.stepping import StepOutcome
+    from nvalchemi.training.hooks.window import UpdateWindow
+
+__all__ = ["BatchContext", "HookContext", "TrainContext"]
+
+
+class BatchContext:
+    """A context manager that was opened for the length of a batch, and may be closed before."""
+
+    def __init__(self, manager: AbstractContextManager[Any]) -> None:
+        self._manager: AbstractContextManager[Any] | None = manager
+        self.value = manager.__enter__()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the context; leaving it twice is harmless."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class HookContext:
+    """What every engine tells its hooks, whatever it does.
+
+    Parameters
+    ----------
+    batch : Any
+        The batch at hand, on its device.
+    step_count : int
+        Steps that were executed before this moment.
+    device : torch.device, optional
+        Where the work is done.
+    global_rank : int
+        The number of this process among all; 0 when there is one.
+    workflow : Any
+        The engine itself, for what is nowhere else.
+    """
+
+    batch: Any = None
+    step_count: int = 0
+    device: torch.device | None = None
+    global_rank: int = 0
+    workflow: Any = None
+    _opened: list[BatchContext] = field(default_factory=list, repr=False)
+
+    def enter_batch_context(self, manager: AbstractContextManager[Any]) -> BatchContext:
+        """Open a context that is closed when the batch ends, whatever raises.
+
+        Hooks open autocast, ``no_sync`` and their like only through this.
+
+        Parameters
+        ----------
+        manager : context manager
+            It is entered at once.
+
+        Returns
+        -------
+        BatchContext
+            Its ``close()`` leaves the context earlier; ``value`` is what entering gave.
+
+        Examples
+        --------
+        >>> import torch
+        >>> with TrainContext() as ctx:
+        ...     handle = ctx.enter_batch_context(torch.autocast("cpu", torch.bfloat16))
+        ...     torch.is_autocast_enabled("cpu")
+        True
+        >>> torch.is_autocast_enabled("cpu")
+        False
+        """
+        opened = BatchContext(manager)
+        self._opened.append(opened)
+        return opened
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close what was opened for this batch, the last first; `error` is the one under way, if any."""
+        opened, self._opened = self._opened, []
+        close_all(
+            ((f"{type(c._manager).__name__}", lambda c=c: c.close(error)) for c in reversed(opened)),  # type: ignore[misc]
+            error,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TrainContext(HookContext):
+    """One batch of training, shared by all hooks of the batch and dropped afterwards.
+
+    In a loop of your own use it as a context manager, so that everything opened for the batch is closed and no graph
+    outlives it::
+
+        with TrainContext(models={"main": model}, optimizers=[optimizer], step_count=step) as ctx:
+            orchestrator(ctx, TrainingStage.BEFORE_BATCH)
+            ctx.loss = loss_fn(model(x), y)
+            orchestrator(ctx, TrainingStage.DO_BACKWARD)
+            orchestrator(ctx, TrainingStage.DO_OPTIMIZER_STEP)
+            orchestrator(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
+        step += not ctx.step_skipped
+
+    Parameters
+    ----------
+    model : torch.nn.Module, optional
+        The main model; by default ``models["main"]``, or the only one there is.
+    models : mapping of str to torch.nn.Module
+        All models by name. A plain hook may replace entries at SETUP, and nowhere else.
+    optimizers : sequence of torch.optim.Optimizer
+        The optimizers of the update.
+    lr_schedulers : sequence
+        Their schedulers; each moves with the optimizer it was made for.
+    loss : torch.Tensor, optional
+        None before the loss exists, live from AFTER_LOSS to DO_BACKWARD, detached and untransformed afterwards.
+    losses : mapping of str to torch.Tensor
+        The named parts of the loss, if `loss_fn` gave several.
+    grad_scaler : object, optional
+        Who scales the loss: torch's scaler, anything with its public interface, or a
+        `nvalchemi.hooks.GradientScaler`. The orchestrator alone drives it. **A hook may set it** at BEFORE_BATCH.
+    validation : mapping of str to float, optional
+        The latest validation result.
+    global_step_count : int
+        Executed steps, counted once for every rank.
+    batch_count : int
+        Batches so far, over all epochs; every batch counts, also one whose step was skipped.
+    epoch_step_count : int
+        Batches so far in this epoch.
+    epoch : int
+        The number of this epoch, from 0.
+    window_complete : bool
+        False while more batches follow before the optimizer steps. **A hook that accumulates sets it** at BEFORE_BATCH.
+    step_skipped : bool
+        From AFTER_OPTIMIZER_STEP on: no optimizer stepped. Set by whoever owns DO_OPTIMIZER_STEP.
+    outcome : StepOutcome, optional
+        From AFTER_OPTIMIZER_STEP on: who vetoed and why, and which optimizer stepped.
+    window : UpdateWindow, optional
+        The arithmetic of this window on its gradients; there once an orchestrator has seen the batch.
+
+    Examples
+    --------
+    >>> TrainContext(step_count=3).window_complete
+    True
+    """
+
+    model: nn.Module | None = None
+    models: MutableMapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    lr_schedulers: Sequence[Any] = ()
+    loss: Tensor | None = None
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    grad_scaler: Any = None
+    validation: Mapping[str, float] | None = None
+    global_step_count: int = 0
+    batch_count: int = 0
+    epoch_step_count: int = 0
+    epoch: int = 0
+    window_complete: bool = True
+    step_skipped: bool = False
+    outcome: StepOutcome | None = None
+    window: UpdateWindow | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            self.models = self.models or {"main": self.model}
+        elif self.models:
+            self.model = self.models.get("main") or next(iter(self.models.values()))
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The true (unscaled) gradients by parameter name, of every parameter that has one.
+
+        Names are those of the bare models, with the model's name in front when there are several. Look at the tensors,
+        do not change them: where a loss scale is pending they are copies.
+
+        Raises
+        ------
+        RuntimeError
+            No orchestrator has seen this batch yet.
+        """
+        return self._window("gradients").named_gradients(self.models)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The global L2 norm of the true gradients before clipping: 0-dim, computed once a window whoever asks.
+
+        Raises
+        ------
+        RuntimeError
+            No orchestrator has seen this batch yet.
+        """
+        return self._window("grad_norm").grad_norm
+
+    @property
+    def veto_flag(self) -> Tensor | None:
+        """All deferred vetoes in one: float32, 0-dim, exactly 0 or 1 on the device; None once the host knows."""
+        return self._window("veto_flag").veto_flag
+
+    def defer_veto(self, flag: Tensor, reason: str, *, found_inf: bool = False) -> None:
+        """Ask for a veto that is still on the device, from a hook with ``defers_veto``; the hook then returns True.
+
+        Parameters
+        ----------
+        flag : torch.Tensor
+            0-dim, any dtype, on any device. Non-zero or nan vetoes the step.
+        reason : str
+            Why; it stands in the outcome of the step.
+        found_inf : bool
+            The flag means that gradients are not finite, so that a loss scaler has to back off.
+
+        Raises
+        ------
+        HookContractError
+            The flag is not a 0-dim tensor, or the hook at work does not declare ``defers_veto``.
+        """
+        self._window("defer_veto").defer_veto(flag, reason, found_inf=found_inf)
+
+    def note_veto(self, reason: str) -> None:
+        """Give the reason of the veto that the hook at work is about to return."""
+        self._window("note_veto").note_veto(reason)
+
+    def read_later(self, tensor: Tensor) -> Reading:
+        """Have a 0-dim tensor read with the one host read of the step, instead of in a read of its own.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            0-dim, any dtype.
+
+        Returns
+        -------
+        Reading
+            Its ``value`` is a float, known at ``settled`` at the latest; asked earlier, it waits for the device.
+        """
+        return self._window("read_later").read_later(tensor)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close what was opened for this batch and let go of the graph."""
+        if self.loss is not None:
+            self.loss = self.loss.detach()
+        if self.losses:
+            self.losses = {name: value.detach() for name, value in self.losses.items()}
+        super(TrainContext, self).close(error)  # noqa: UP008 - a slotted dataclass is made anew, bare super() misses it
+
+    def _window(self, asked: str) -> UpdateWindow:
+        if self.window is None:
+            raise RuntimeError(
+                f"ctx.{asked} was asked before an orchestrator saw this batch, so there is no update to ask about; "
+                "call the orchestrator at TrainingStage.BEFORE_BATCH first."
+            )
+        return self.window

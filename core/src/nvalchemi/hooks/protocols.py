@@ -1,0 +1,137 @@
+"""Everything the core may call on a hook. Nothing else is ever looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+__all__ = [
+    "CheckpointableHook",
+    "Closable",
+    "Enterable",
+    "GradientScaler",
+    "Hook",
+    "ProvidesAveragedModel",
+    "ProvidesInferenceContext",
+    "RunsOnStage",
+]
+
+
+@runtime_checkable
+class Hook(Protocol):
+    """Anything an engine calls at a stage.
+
+    Attributes
+    ----------
+    frequency : int
+        1 runs at every dispatch; `n` runs when ``ctx.step_count % n == 0``, once per value of ``step_count`` and stage.
+    stage : Enum or None
+        Where it runs. None means that the hook says so itself, through ``_runs_on_stage`` (`RunsOnStage`).
+
+    Examples
+    --------
+    >>> from nvalchemi.training.stages import TrainingStage
+    >>> class PrintLoss:
+    ...     frequency = 10
+    ...     stage = TrainingStage.AFTER_BATCH
+    ...     def __call__(self, ctx, stage):
+    ...         print(f"step {ctx.step_count}: loss {ctx.loss:.3f}")
+    >>> isinstance(PrintLoss(), Hook)
+    True
+    """
+
+    frequency: int
+    stage: Enum | None
+
+    def __call__(self, ctx: Any, stage: Any) -> None:
+        """Do the work of `stage`."""
+
+
+@runtime_checkable
+class RunsOnStage(Protocol):
+    """A hook of several stages: asked once for every stage, when it is registered."""
+
+    def _runs_on_stage(self, stage: Any) -> bool: ...
+
+
+@runtime_checkable
+class CheckpointableHook(Protocol):
+    """A hook with state that survives a checkpoint: tensors, numbers, strings, lists, tuples and dicts only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data that later training does not change."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; refuse one that does not fit before anything is changed."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A hook that holds something to let go of. Closing twice must be harmless."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+@runtime_checkable
+class Enterable(Protocol):
+    """A hook that is entered before training and exited after it, whatever raises."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Any: ...
+
+
+@runtime_checkable
+class ProvidesAveragedModel(Protocol):
+    """A hook that keeps an averaged copy of a model, which validation may evaluate.
+
+    Attributes
+    ----------
+    model_key : str
+        Which of the context's models is averaged.
+    """
+
+    model_key: str
+
+    def get_averaged_model(self) -> torch.optim.swa_utils.AveragedModel:
+        """Return the averaged model; raise ``RuntimeError`` before it is built."""
+
+
+@runtime_checkable
+class ProvidesInferenceContext(Protocol):
+    """A hook whose precision also holds where nothing is trained: validation runs inside its context."""
+
+    def inference_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a fresh context for one evaluation on `device`, autocast for example."""
+
+
+@runtime_checkable
+class GradientScaler(Protocol):
+    """A loss scaler whose unscaling can be folded into the update, and whose window the orchestrator closes.
+
+    Whoever scales the loss does so with `scale`; gradients are then divided by `divisor`, once. A scaler without this
+    protocol is driven through the public interface of ``torch.amp.GradScaler``.
+    """
+
+    def is_enabled(self) -> bool:
+        """Return whether it scales at all."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, scaled."""
+
+    def divisor(self, device: torch.device) -> Tensor:
+        """Return the scale of this window as a 0-dim float32 tensor on `device`."""
+
+    def close(self, found_inf: bool | None) -> None:
+        """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None)."""

@@ -1,0 +1,280 @@
+"""What the installed distributions say about themselves, read without importing any of them.
+
+One scan of the metadata folders a process, cached until :func:`refresh`. Nothing here raises because of what somebody
+else installed: a damaged folder is passed over or listed with what could be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import importlib_metadata
+
+__all__ = [
+    "CORE_DISTRIBUTION",
+    "ENTRY_POINT_GROUP",
+    "UNKNOWN_VERSION",
+    "EntryPointRecord",
+    "Provenance",
+    "canonical_name",
+    "core_version",
+    "entry_points",
+    "provenance_of",
+    "refresh",
+]
+
+CORE_DISTRIBUTION = "nvalchemi-hooks"
+ENTRY_POINT_GROUP = "nvalchemi.hooks"
+UNKNOWN_VERSION = "0+unknown"
+_UNKNOWN_NAME = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The distribution and version that something comes from.
+
+    >>> str(Provenance("nvalchemi-hooks-ema", "0.1.0"))
+    'nvalchemi-hooks-ema 0.1.0'
+    """
+
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPointRecord:
+    """One line of the entry-point group, with what its distribution says of itself.
+
+    Attributes
+    ----------
+    name : str
+        Left of the equals sign: the hook's name.
+    target : str
+        Right of it: ``module`` or ``module:object``.
+    distribution, version : str
+        Whose line it is.
+    requires : tuple of str
+        The ``Requires-Dist`` lines of the distribution.
+    """
+
+    name: str
+    target: str
+    distribution: str
+    version: str
+    requires: tuple[str, ...] = ()
+
+
+def canonical_name(distribution: str) -> str:
+    """Write a distribution's name in the one spelling that compares equal.
+
+    >>> canonical_name("Acme_Hooks")
+    'acme-hooks'
+    """
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+@functools.cache
+def entry_points() -> tuple[EntryPointRecord, ...]:
+    """Return every line of the group ``nvalchemi.hooks``, sorted by name, distribution and target.
+
+    A distribution counts once, however many metadata folders it has: the first on the path is the one that Python would
+    import, and of several in one folder the newest counts. The order of the directory never matters.
+    """
+    ranks: dict[str, int] = {}
+    found: dict[str, list[_Folder]] = {}
+    for dist in importlib_metadata.distributions():
+        rank = ranks.setdefault(_root(dist), len(ranks))
+        text = _read(dist, "entry_points.txt")
+        if ENTRY_POINT_GROUP in text:
+            folder = _folder(dist, rank, text)
+            # Nameless folders are not one distribution: each is listed for itself.
+            name = canonical_name(folder.distribution) if folder.distribution != _UNKNOWN_NAME else f"?{len(found)}"
+            found.setdefault(name, []).append(folder)
+    records = (
+        record
+        for name, folders in found.items()
+        if not _is_shadowed(name, chosen := _choose(folders), ranks)
+        for record in chosen.records
+    )
+    return tuple(sorted(records, key=lambda record: (record.name, canonical_name(record.distribution), record.target)))
+
+
+@functools.cache
+def core_version() -> str:
+    """Return the version of the installed core, ``"0+unknown"`` when it runs without being installed."""
+    return _version_of(CORE_DISTRIBUTION)
+
+
+def provenance_of(obj: object) -> Provenance | None:
+    """Say which installed distribution a hook comes from, or None when no distribution owns it.
+
+    Parameters
+    ----------
+    obj : object
+        A hook, or its class.
+
+    Returns
+    -------
+    Provenance or None
+        The distribution among those with hooks whose module is nearest to that of the class; else whoever installed the
+        top-level package; None for a class of the running script or of the standard library. Never raises.
+
+    Examples
+    --------
+    >>> provenance_of(object()) is None
+    True
+    """
+    module = str(getattr(obj if isinstance(obj, type) else type(obj), "__module__", ""))
+    package = module.partition(".")[0]
+    if not package or package == "__main__" or package in sys.stdlib_module_names:
+        return None
+    if package == __name__.partition(".")[0]:
+        return Provenance(CORE_DISTRIBUTION, core_version())
+    near = [record for record in entry_points() if re.split("[.:]", record.target.strip(), maxsplit=1)[0] == package]
+    if near:
+        nearest = max(near, key=lambda record: _shared_parts(record.target.partition(":")[0].strip(), module))
+        return Provenance(nearest.distribution, nearest.version)
+    owners = _package_owners().get(package, ())
+    return Provenance(owners[0], _version_of(owners[0])) if owners else None
+
+
+def refresh() -> None:
+    """Forget what was scanned, so that a package installed since then is seen."""
+    importlib.invalidate_caches()
+    for cached in (entry_points, core_version, _package_owners, _version_of):
+        cached.cache_clear()
+
+
+class _Distribution(Protocol):
+    """What is asked of a metadata folder; other finders than Python's own have their own classes for it."""
+
+    @property
+    def requires(self) -> list[str] | None: ...
+
+    def read_text(self, filename: str) -> str | None: ...
+
+    def locate_file(self, path: str) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """One metadata folder that has lines in the group; `rank` counts the places on the path that hold metadata."""
+
+    rank: int
+    distribution: str
+    version: str
+    records: tuple[EntryPointRecord, ...]
+
+
+def _folder(dist: _Distribution, rank: int, text: str) -> _Folder:
+    headers = _headers(dist)
+    distribution = next(iter(headers.get("name", ())), _UNKNOWN_NAME)
+    version = next(iter(headers.get("version", ())), UNKNOWN_VERSION)
+    requires = headers.get("requires-dist") or _legacy_requires(dist)
+    lines = dict.fromkeys(_lines_of_group(text))
+    records = tuple(EntryPointRecord(name, target, distribution, version, requires) for name, target in lines)
+    return _Folder(rank, distribution, version, records)
+
+
+def _lines_of_group(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, target) of the group's lines in an ``entry_points.txt``; the other groups are nothing to us."""
+    inside = False
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            inside = line[1:-1].strip() == ENTRY_POINT_GROUP
+        elif inside and line and not line.startswith("#"):
+            name, _, target = line.partition("=")
+            yield name.strip(), target.strip()
+
+
+def _headers(dist: _Distribution) -> Mapping[str, tuple[str, ...]]:
+    """Read the headers that listing needs; ``dist.metadata`` parses the description too, in ten times as long."""
+    text = _read(dist, "METADATA") or _read(dist, "PKG-INFO") or _read(dist, "")
+    headers: dict[str, tuple[str, ...]] = {}
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        if (key := key.lower()) in ("name", "version", "requires-dist"):
+            headers[key] = (*headers.get(key, ()), value.strip())
+    return headers
+
+
+def _legacy_requires(dist: _Distribution) -> tuple[str, ...]:
+    """Read the requirements of an egg-info folder, which keeps them in a file of its own."""
+    if not _read(dist, "requires.txt"):
+        return ()
+    try:
+        return tuple(dist.requires or ())
+    except Exception:  # a damaged requires.txt of somebody else must not stop the listing
+        return ()
+
+
+def _read(dist: _Distribution, filename: str) -> str:
+    try:
+        return dist.read_text(filename) or ""
+    except Exception:  # undecodable file, or a foreign finder with faults of its own: passed over, never fatal
+        return ""
+
+
+def _root(dist: _Distribution) -> str:
+    try:
+        return str(dist.locate_file(""))
+    except Exception:  # foreign finders need not have places: they share one
+        return ""
+
+
+def _choose(folders: list[_Folder]) -> _Folder:
+    """Pick among the folders of one distribution: first on the path, then newest, then by content."""
+    nearest = min(folder.rank for folder in folders)
+    here = [folder for folder in folders if folder.rank == nearest]
+    if len(here) == 1:
+        return here[0]
+    return max(here, key=lambda folder: (_comparable(folder.version), [(r.name, r.target) for r in folder.records]))
+
+
+def _comparable(version: str) -> tuple[bool, object]:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return True, Version(version)
+    except InvalidVersion:
+        return False, version
+
+
+def _is_shadowed(name: str, folder: _Folder, ranks: Mapping[str, int]) -> bool:
+    """Whether a folder without lines in the group, of the same distribution, comes earlier on the path."""
+    if folder.rank == 0:
+        return False
+    return any(
+        ranks.get(_root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name)
+    )
+
+
+@functools.cache
+def _version_of(distribution: str) -> str:
+    for dist in importlib_metadata.distributions(name=distribution):
+        for version in _headers(dist).get("version", ()):
+            return version
+    return UNKNOWN_VERSION
+
+
+@functools.cache
+def _package_owners() -> Mapping[str, list[str]]:
+    try:
+        return importlib_metadata.packages_distributions()
+    except Exception:  # one damaged metadata folder makes the whole survey raise; knowing the owner is a courtesy
+        return {}
+
+
+def _shared_parts(one: str, other: str) -> int:
+    """Count the leading parts that two dotted names share."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

@@ -1,0 +1,39 @@
+"""Training with hooks: the strategy, its parts, and every official hook that is installed.
+
+Importing this module imports nothing else. An official hook class whose distribution is missing raises an ImportError
+that says what to install; ``dir()`` and ``__all__`` hold only what is there.
+
+>>> from nvalchemi.training import TrainingStage
+>>> TrainingStage.SETUP.name
+'SETUP'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvalchemi._lazy import door
+
+if TYPE_CHECKING:
+    from nvalchemi.training.optimizers import OptimizerConfig as OptimizerConfig
+    from nvalchemi.training.stages import TrainingStage as TrainingStage
+    from nvalchemi.training.strategy import TrainingStrategy as TrainingStrategy
+    from nvalchemi.training.validation import Validation as Validation
+    from nvalchemi.training.validation import ValidationResult as ValidationResult
+    from nvalchemi_hooks_ema import EMAHook as EMAHook
+    from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
+    from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
+    from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook
+    from nvalchemi_hooks_scaler_veto import GradScalerVetoHook as GradScalerVetoHook
+
+__getattr__, __dir__ = door(
+    __name__,
+    {
+        "OptimizerConfig": "nvalchemi.training.optimizers",
+        "TrainingStage": "nvalchemi.training.stages",
+        "TrainingStrategy": "nvalchemi.training.strategy",
+        "Validation": "nvalchemi.training.validation",
+        "ValidationResult": "nvalchemi.training.validation",
+    },
+    official_hooks=True,
+)

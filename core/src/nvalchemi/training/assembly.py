@@ -1,0 +1,98 @@
+"""From what a user gives as hooks to a registry with one orchestrator in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvalchemi.errors import HookConflictError
+from nvalchemi.hooks.plugins import ActivatedHook, activate_hooks
+from nvalchemi.hooks.registry import HookRegistry
+from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
+from nvalchemi.training.hooks.update import TrainingUpdateHook
+from nvalchemi.training.stages import TrainingStage
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks.context import TrainContext
+
+__all__ = ["Assembly", "assemble"]
+
+_SLOTS = (TrainingStage.DO_BACKWARD, TrainingStage.DO_OPTIMIZER_STEP)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The hooks of a run, put together."""
+
+    registry: HookRegistry
+    orchestrator: TrainingUpdateOrchestrator
+    activated: tuple[ActivatedHook, ...]
+
+    def providers(self, protocol: Any) -> list[Any]:
+        """Return all hooks, update hooks included, that have an optional power."""
+        everything = [*self.orchestrator.iter_hooks(), *self.registry]
+        return [hook for hook in everything if isinstance(hook, protocol)]
+
+
+def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
+    """Activate hooks by name, gather the update hooks in one orchestrator, and register everything.
+
+    Parameters
+    ----------
+    hooks : object
+        See `nvalchemi.hooks.activate_hooks`.
+    priorities : mapping of str to int, optional
+        See `TrainingUpdateOrchestrator.with_priority`.
+
+    Raises
+    ------
+    HookConflictError
+        A ``ValueError``: two orchestrators, or update hooks that cannot be composed.
+    HookRegistrationError
+        A ``ValueError``: a plain hook that the registry refuses.
+    """
+    activated = activate_hooks(hooks)
+    orchestrator = _orchestrator(activated)
+    if priorities:
+        orchestrator = orchestrator.with_priority(priorities)
+    registry = HookRegistry(TrainingStage, slots=_SLOTS, owners_last=(TrainingStage.SETUP,))
+    for one in activated:
+        if not isinstance(one.hook, TrainingUpdateHook | TrainingUpdateOrchestrator):
+            registry.register(one.hook)  # type: ignore[arg-type]  # the registry checks it
+    taken = [slot for slot in _SLOTS if registry.owner(slot) is not None]
+    empty = next(orchestrator.iter_hooks(), None) is None
+    registry.register(_Remainder(orchestrator, taken) if taken and empty else orchestrator)  # type: ignore[arg-type]
+    return Assembly(registry, orchestrator, tuple(activated))
+
+
+def _orchestrator(activated: list[ActivatedHook]) -> TrainingUpdateOrchestrator:
+    composed = [one.hook for one in activated if isinstance(one.hook, TrainingUpdateOrchestrator)]
+    bare = []
+    for one in activated:
+        if isinstance(one.hook, TrainingUpdateHook):
+            bare.append(one.hook.labelled(one.label) if one.label else one.hook)
+    if len(composed) > 1:
+        raise HookConflictError(
+            f"{len(composed)} orchestrators were given, but a strategy has one; compose them with +: first + second."
+        )
+    if composed and not bare:
+        return composed[0]
+    return TrainingUpdateOrchestrator(*composed, *bare)
+
+
+class _Remainder:
+    """An orchestrator without hooks, at the stages that no plain hook has taken over."""
+
+    frequency = 1
+    stage = None
+
+    def __init__(self, orchestrator: TrainingUpdateOrchestrator, taken: list[TrainingStage]) -> None:
+        self._orchestrator = orchestrator
+        self._taken = taken
+
+    def _runs_on_stage(self, stage: TrainingStage) -> bool:
+        return self._orchestrator._runs_on_stage(stage) and stage not in self._taken
+
+    def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
+        self._orchestrator(ctx, stage)

@@ -1,0 +1,172 @@
+"""The gradients of one optimizer in one window: what they truly are, and what is still to be divided out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OptimizerGradients", "combine_norms"]
+
+
+def combine_norms(norms: Sequence[Tensor], kind: float, device: torch.device) -> Tensor:
+    """Return the norm of parts whose norms are known: 0-dim, on `device`; 0.0 of no parts."""
+    if not norms:
+        return torch.zeros((), device=device)
+    if len(norms) == 1:
+        return norms[0].to(device)
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    combined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]), kind)
+    return combined
+
+
+class OptimizerGradients:
+    """One optimizer's gradients, with the divisors that are pending on them.
+
+    ``.grad`` holds ``scale * divisor`` times what the optimizer is meant to see. Both factors wait until somebody needs
+    the gradients themselves: `materialise` divides once, by their product; a fused optimizer takes the product along.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Every parameter of its groups that has a gradient takes part.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.scale: Tensor | None = None  # the loss scale, while it is pending
+        self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
+        self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
+        self.holds_inf = False  # the host's copy of `flag`
+        self._flag: Tensor | None = None
+        self._norms: dict[float, Tensor] = {}
+        self.tensors: list[Tensor] = []
+        self.collect()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Iterate over all parameters of the optimizer."""
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def collect(self) -> None:
+        """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
+        self.tensors = [_values(p) for p in self.parameters() if p.grad is not None and p.grad.numel() > 0]
+        self._norms.clear()
+
+    def flag(self) -> Tensor:
+        """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
+        if self._flag is None:
+            self._flag = torch.isfinite(self._raw_norm(2.0)).logical_not().to(torch.float32)
+        return self._flag
+
+    def norm(self, kind: float) -> Tensor:
+        """Return the norm of the gradients as the optimizer would see them now: 0-dim."""
+        pending = self.pending()
+        norm = self._raw_norm(kind) if pending is None else self._raw_norm(kind) / pending
+        return norm if _hold_double(self.tensors) else norm.to(torch.float32)
+
+    def norm_before_clipping(self) -> Tensor:
+        """Return the L2 norm of the unscaled gradients, with whatever hooks divided out put back: 0-dim."""
+        norm = self.norm(2.0)
+        return norm if self.clipped is None else norm * self.clipped
+
+    def divide(self, by: Tensor) -> None:
+        """Put a divisor on the gradients, to be applied with the others."""
+        self.divisor = by if self.divisor is None else self.divisor * by
+        self.clipped = by if self.clipped is None else self.clipped * by
+
+    def pending(self) -> Tensor | None:
+        """Return the product of everything still to be divided out, or None."""
+        if self.scale is None or self.divisor is None:
+            return self.divisor if self.scale is None else self.scale
+        return self.scale * self.divisor
+
+    def materialise(self) -> None:
+        """Divide everything pending out of ``.grad``, in one division."""
+        pending = self.pending()
+        if pending is not None:
+            for device, tensors in _by_device(self.tensors).items():
+                torch._foreach_div_(tensors, pending.to(device))
+            self._settled(pending)
+            self.scale = self.divisor = None
+
+    def settle_scale(self) -> None:
+        """Note that somebody else has divided the loss scale out of ``.grad``."""
+        if self.scale is not None:
+            self._settled(self.scale)
+            self.scale = None
+
+    def folds(self) -> bool:
+        """Return whether the optimizer can divide in its own pass, with the same bits as a division before it."""
+        supports = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return bool(supports) and self.pending() is not None and all(t.dtype == torch.float32 for t in self.tensors)
+
+    @contextmanager
+    def divided_by_optimizer(self) -> Iterator[None]:
+        """Have the optimizer's step inside the block divide by what is pending."""
+        pending = self.pending()
+        assert pending is not None
+        optimizer: Any = self.optimizer  # torch's fused optimizers look for this attribute, as its GradScaler sets it
+        optimizer.grad_scale = pending.to(torch.float32)
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale
+        self._settled(pending)
+        self.scale = self.divisor = None
+
+    def _settled(self, pending: Tensor) -> None:
+        self._norms = {kind: norm / pending for kind, norm in self._norms.items()}
+
+    def _raw_norm(self, kind: float) -> Tensor:
+        """Return the norm of what lies in ``.grad``, pending factors included."""
+        if kind not in self._norms:
+            self._norms[kind] = _norm(self.tensors, kind)
+        return self._norms[kind]
+
+
+def _norm(tensors: list[Tensor], kind: float) -> Tensor:
+    norm = _norm_in(tensors, kind, exact=tensors[0].device.type == "cuda")
+    if norm.device.type == "cpu" and norm.dtype != torch.float64:
+        value: Any = norm.tolist()  # memory of the host is read without waiting
+        if not math.isfinite(value):  # a float32 sum of squares overflows long before an element does
+            norm = _norm_in(tensors, kind, exact=True)
+    return norm
+
+
+def _norm_in(tensors: list[Tensor], kind: float, *, exact: bool) -> Tensor:
+    """Return the norm, accumulated in float64 if `exact` (on a GPU the walk over memory hides it), else in float32."""
+    device = tensors[0].device
+    parts: list[Tensor] = []
+    for group in _by_device(tensors).values():
+        wide = _hold_double(group) or (exact and device.type != "mps")
+        accumulate = torch.float64 if wide else torch.float32
+        parts.extend(part.to(device) for part in torch._foreach_norm(group, kind, dtype=accumulate))
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else parts[0].dtype
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in parts]), kind)
+    return norm
+
+
+def _hold_double(tensors: list[Tensor]) -> bool:
+    return any(tensor.dtype == torch.float64 for tensor in tensors)
+
+
+def _values(parameter: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor of real numbers that shares its memory."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout is torch.sparse_coo:
+        parameter.grad = grad = grad.coalesce()
+        grad = grad.values()
+    grad = grad.detach()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups

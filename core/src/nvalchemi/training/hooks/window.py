@@ -1,0 +1,219 @@
+"""The arithmetic of one window on its gradients: norms, divisors, vetoes, and when they become real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.errors import HookContractError
+from nvalchemi.training.hooks.decision import Decision, Reading, Veto
+from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
+from nvalchemi.training.hooks.scaling import drive
+from nvalchemi.training.unwrap import bare_module
+
+if TYPE_CHECKING:
+    from nvalchemi.training.hooks.update import TrainingUpdateHook
+
+__all__ = ["UpdateWindow"]
+
+
+class UpdateWindow:
+    """The batches between two attempts to step the optimizers, seen from their gradients.
+
+    Hooks say here what the update should do: divide, veto, read. Nothing is done until somebody needs it done, so that
+    unscaling, clipping and stepping can be one pass over memory. Everything is computed once, whoever asks.
+
+    Parameters
+    ----------
+    optimizers : sequence of torch.optim.Optimizer
+        Whose gradients these are.
+    scaler : object, optional
+        Who scaled the loss; see `nvalchemi.hooks.GradientScaler`.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any = None) -> None:
+        self.optimizers = optimizers
+        self.scaler = drive(scaler)
+        self.decision = Decision()
+        self.closed = False
+        self.unscaled = False  # the loss scale has been taken out of some gradients
+        self.at_work: TrainingUpdateHook | None = None
+        self._gradients: list[OptimizerGradients] | None = None
+        self._noted: str | None = None
+
+    @property
+    def gradients(self) -> list[OptimizerGradients]:
+        """What there is for each optimizer, in the order of ``ctx.optimizers``."""
+        if self._gradients is None:
+            self._gradients = [OptimizerGradients(optimizer) for optimizer in self.optimizers]
+            if self.scaler is not None:
+                for gradients in self._with_gradients():
+                    gradients.scale = self.scaler.scale_on(gradients.tensors[0].device)
+        return self._gradients
+
+    @property
+    def device(self) -> torch.device:
+        """Where norms and flags of all optimizers meet."""
+        return next((gradients.tensors[0].device for gradients in self._with_gradients()), torch.device("cpu"))
+
+    # What hooks ask for.
+
+    def norm(self, norm_type: float = 2.0, *, optimizer: int | None = None) -> Tensor:
+        """Return the norm of the true gradients, with everything divided out that hooks have asked for so far.
+
+        Parameters
+        ----------
+        norm_type : float
+            2.0, 1.0, inf or any other order.
+        optimizer : int, optional
+            Only the gradients of this optimizer (its place in ``ctx.optimizers``); by default those of all.
+
+        Returns
+        -------
+        torch.Tensor
+            0-dim; float64 if gradients are, else float32. 0.0 where there is no gradient, inf or nan where an element
+            is not finite. The loss scale costs no range, and neither does the sum of squares.
+        """
+        return combine_norms([g.norm(norm_type) for g in self._with_gradients(optimizer)], norm_type, self.device)
+
+    def divide(self, by: Tensor, *, optimizer: int | None = None) -> None:
+        """Have the gradients divided by a 0-dim tensor, together with whatever else is pending."""
+        for gradients in self._with_gradients(optimizer):
+            gradients.divide(by.to(gradients.tensors[0].device))
+
+    def nonfinite(self) -> Tensor:
+        """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
+        flags = [gradients.flag().to(self.device) for gradients in self._with_gradients()]
+        if len(flags) == 1:
+            return flags[0]
+        return torch.stack(flags).amax() if flags else torch.zeros((), device=self.device)
+
+    def materialise(self) -> None:
+        """Divide what is pending out of ``.grad``: a reader needs true gradients there."""
+        for gradients in self._with_gradients():
+            self._unscale(gradients)
+            gradients.materialise()
+
+    def tensors(self, *, optimizer: int | None = None) -> list[Tensor]:
+        """Return the gradients as they lie in ``.grad``: the values of sparse ones, complex ones as real pairs."""
+        return [tensor for gradients in self._with_gradients(optimizer) for tensor in gradients.tensors]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The global L2 norm of the true gradients before clipping: 0-dim."""
+        return combine_norms([g.norm_before_clipping() for g in self._with_gradients()], 2.0, self.device)
+
+    def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+        """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
+        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters()}
+        named: dict[str, Tensor] = {}
+        for key, model in models.items():
+            prefix = f"{key}." if len(models) > 1 else ""
+            for name, parameter in bare_module(model).named_parameters():
+                if parameter.grad is not None:
+                    grad, scale = parameter.grad.detach(), scales.get(id(parameter))
+                    named[prefix + name] = grad if scale is None else grad / scale.to(grad.device)
+        return named
+
+    # Vetoes and readings.
+
+    @property
+    def veto_flag(self) -> Tensor | None:
+        """See `TrainContext.veto_flag`."""
+        return self.decision.veto_flag()
+
+    @property
+    def vetoed(self) -> bool:
+        """Whether the host knows of a veto."""
+        return bool(self.decision.vetoes)
+
+    def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
+        """See `TrainContext.defer_veto`."""
+        hook: TrainingUpdateHook | None = self.at_work
+        if hook is None or not hook.defers_veto:
+            who = (
+                "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"
+            )
+            raise HookContractError(
+                f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
+            )
+        if not isinstance(flag, Tensor) or flag.dim() != 0:
+            got = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
+            raise HookContractError(
+                f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
+            )
+        self.decision.defer(Veto(hook.state_key, reason), flag.detach(), found_inf=found_inf)
+
+    def note_veto(self, reason: str) -> None:
+        """See `TrainContext.note_veto`."""
+        self._noted = reason
+
+    def veto(self, hook: TrainingUpdateHook) -> None:
+        """Count the veto that a hook has returned."""
+        reason, self._noted = self._noted, None
+        self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
+
+    def read_later(self, tensor: Tensor) -> Reading:
+        """See `TrainContext.read_later`."""
+        return self.decision.read_later(tensor.detach())
+
+    # What the orchestrator does with it.
+
+    def refresh(self) -> None:
+        """Forget what was computed: a backward pass has added to the gradients."""
+        if not self.unscaled:
+            self._gradients = None
+
+    def reread(self) -> None:
+        """Look at ``.grad`` anew, after a hook that may have changed it; found-inf stays what backward left."""
+        for gradients in self._with_gradients():
+            if self.scaler is not None:
+                gradients.flag()
+            gradients.collect()
+
+    def resolve(self) -> None:
+        """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
+        measured = [] if self.scaler is None else self._with_gradients()
+        flags = self.decision.resolve([gradients.flag() for gradients in measured])
+        for gradients, flag in zip(measured, flags, strict=True):
+            gradients.holds_inf = flag != 0
+
+    def step(self, gradients: OptimizerGradients) -> None:
+        """Step one optimizer on true gradients; one that divides by itself does so in its own pass."""
+        optimizer = gradients.optimizer
+        if gradients.folds() and (self.scaler is None or self.scaler.folds):
+            self.unscaled |= self.scaler is not None
+            with gradients.divided_by_optimizer():
+                optimizer.step()
+            return
+        self._unscale(gradients)
+        gradients.materialise()
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+
+    def close(self, found_inf: bool | None) -> None:
+        """End the window, and the scaler's with it; ending it twice is harmless."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.scaler is not None:
+            if found_inf:
+                for gradients in self._with_gradients():
+                    if gradients.holds_inf:
+                        self._unscale(gradients)  # so that torch's scaler has a record of the inf
+            self.scaler.close(found_inf)
+
+    def _unscale(self, gradients: OptimizerGradients) -> None:
+        if self.scaler is not None:
+            gradients.flag()  # found-inf is decided on what the backward pass left
+            self.unscaled = True
+            self.scaler.unscale(gradients)
+
+    def _with_gradients(self, optimizer: int | None = None) -> list[OptimizerGradients]:
+        chosen = self.gradients if optimizer is None else [self.gradients[optimizer]]
+        return [gradients for gradients in chosen if gradients.tensors]

@@ -1,0 +1,402 @@
+"""The training loop, and only the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from nvalchemi.errors import NoProgressError
+from nvalchemi.hooks.context import TrainContext
+from nvalchemi.hooks.protocols import ProvidesAveragedModel, ProvidesInferenceContext
+from nvalchemi.training.assembly import assemble
+from nvalchemi.training.batches import move_to, scalar_loss
+from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
+from nvalchemi.training.modes import evaluation_mode, training_modes
+from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
+from nvalchemi.training.progress import RunProgress
+from nvalchemi.training.stages import TrainingStage
+from nvalchemi.training.validation import Validation, ValidationResult, Weights, averaged_module, evaluate
+
+__all__ = ["TrainingStrategy"]
+
+_log = logging.getLogger("nvalchemi.training")
+
+
+class TrainingStrategy:
+    """Trains models, with hooks at every stage of `TrainingStage`.
+
+    Parameters
+    ----------
+    models : torch.nn.Module or mapping of str to torch.nn.Module
+        A module alone is the model ``"main"``. Models without an optimizer are frozen and in eval mode during `run`.
+    optimizer_configs : OptimizerConfig, or mapping of str to OptimizerConfig or a list of them
+        What trains each model; one alone trains ``"main"``.
+    loss_fn : callable
+        ``loss_fn(predictions, batch)`` gives a scalar tensor, or named scalars of which ``"loss"`` (or else the sum) is
+        trained on.
+    training_fn : callable, optional
+        ``training_fn(model, batch)`` gives predictions; with several models it gets the dict of all. By default the
+        main model is called with the batch.
+    num_epochs, num_steps : int, optional
+        Passes over the loader, or executed optimizer steps, that one `run` is for; exactly one of the two.
+    hooks : str, sequence or mapping
+        Names of installed hooks, ``{name: arguments}``, hook objects, a mapping from labels to any of these, or
+        ``"auto"``: every installed hook that can do without arguments.
+    priorities : mapping of str to int, optional
+        Other priorities of update hooks, by `state_key`.
+    devices : device, or sequence of devices, optional
+        Where to train; of several each rank takes its own. By default the models stay where they are.
+    validation : Validation, optional
+        What to validate on, and how often.
+    progress : bool, optional
+        Show a progress bar on standard error; by default when it is a terminal.
+
+    Attributes
+    ----------
+    models : dict of str to torch.nn.Module
+        As they are trained; a hook may have wrapped them at SETUP.
+    optimizers, lr_schedulers : list
+        Built once, before the first batch.
+    orchestrator : TrainingUpdateOrchestrator
+        The update hooks, composed.
+    step_count, global_step_count : int
+        Executed optimizer steps: of this process, and times the number of ranks.
+    batch_count, epoch_step_count, epoch : int
+        Batches in all and in this epoch; epochs that have ended.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument does not fit: the message names it, its value and the remedy.
+
+    Examples
+    --------
+    >>> model = nn.Linear(1, 1)
+    >>> strategy = TrainingStrategy(
+    ...     models=model, optimizer_configs=OptimizerConfig(optimizer_kwargs={"lr": 0.1}), num_epochs=2,
+    ...     training_fn=lambda model, batch: model(batch[0]),
+    ...     loss_fn=lambda predictions, batch: (predictions - batch[1]).square().mean())
+    >>> strategy.run([(torch.ones(4, 1), torch.zeros(4, 1))])
+    >>> strategy.step_count
+    2
+    """
+
+    def __init__(
+        self,
+        *,
+        models: nn.Module | Mapping[str, nn.Module],
+        optimizer_configs: OptimizerConfig | Mapping[str, OptimizerConfig | Sequence[OptimizerConfig]],
+        loss_fn: Callable[[Any, Any], Any],
+        training_fn: Callable[[Any, Any], Any] | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        hooks: object = (),
+        priorities: Mapping[str, int] | None = None,
+        devices: Any = None,
+        validation: Validation | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        self.models = _checked_models(models)
+        self.optimizer_configs = checked_optimizer_configs(optimizer_configs, self.models)
+        self.loss_fn = _checked_callable("loss_fn", loss_fn)
+        self.training_fn = None if training_fn is None else _checked_callable("training_fn", training_fn)
+        self.num_epochs, self.num_steps = _checked_length(num_epochs, num_steps)
+        if validation is not None and not isinstance(validation, Validation):
+            raise TypeError(f"validation is a {type(validation).__name__}; give Validation(loader=...).")
+        self.validation = validation
+        self.progress = progress
+        self._assembly = assemble(hooks, priorities)
+        self.registry = self._assembly.registry
+        self.orchestrator: TrainingUpdateOrchestrator = self._assembly.orchestrator
+        self.devices = devices
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+        self.step_count = self.global_step_count = 0
+        self.batch_count = self.epoch_step_count = self.epoch = 0
+        self.validation_result: ValidationResult | None = None
+        self._goal = 0
+        self._is_set_up = False
+
+    def run(self, loader: Iterable[Any]) -> None:
+        """Train for `num_epochs` or `num_steps`; a run that was interrupted is finished, a finished one goes on.
+
+        Parameters
+        ----------
+        loader : iterable
+            The batches of one epoch.
+
+        Raises
+        ------
+        ValueError
+            The loader gave no batches.
+        NoProgressError
+            A ``RuntimeError``: a whole pass over the loader without one optimizer step; it names who vetoed.
+        """
+        self.setup()
+        if self._done() >= self._goal:
+            self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
+        with ExitStack() as stack:
+            stack.enter_context(training_modes(self.models, self.optimizer_configs))
+            stack.enter_context(self.registry)
+            progress = stack.enter_context(self._progress(loader))
+            self._dispatch(TrainingStage.BEFORE_TRAINING)
+            while self._done() < self._goal:
+                self._run_epoch(loader, progress)
+            self._dispatch(TrainingStage.AFTER_TRAINING)
+
+    def train_batch(self, batch: Any) -> TrainContext:
+        """Take one batch through every stage from BEFORE_BATCH to AFTER_BATCH.
+
+        Parameters
+        ----------
+        batch : Any
+            A tensor, a mapping or sequence of batches, or an object with ``.to(device)``.
+
+        Returns
+        -------
+        TrainContext
+            What happened: ``loss`` (detached), ``step_skipped``, ``outcome``.
+        """
+        self.setup()
+        batch = move_to(batch, self.device)
+        dispatch = self.registry.dispatch
+        with self._context(batch) as ctx:
+            dispatch(ctx, TrainingStage.BEFORE_BATCH)
+            dispatch(ctx, TrainingStage.BEFORE_FORWARD)
+            predictions = self._predict(ctx.models, batch)
+            dispatch(ctx, TrainingStage.AFTER_FORWARD)
+            dispatch(ctx, TrainingStage.BEFORE_LOSS)
+            ctx.loss, ctx.losses = scalar_loss(self.loss_fn(predictions, batch), training=True)
+            del predictions
+            dispatch(ctx, TrainingStage.AFTER_LOSS)
+            dispatch(ctx, TrainingStage.BEFORE_BACKWARD)
+            dispatch(ctx, TrainingStage.DO_BACKWARD)
+            ctx.loss = ctx.loss.detach()  # also where a plain hook owns the slot
+            dispatch(ctx, TrainingStage.AFTER_BACKWARD)
+            dispatch(ctx, TrainingStage.BEFORE_OPTIMIZER_STEP)
+            dispatch(ctx, TrainingStage.DO_OPTIMIZER_STEP)
+            dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
+            self._count(ctx)
+            dispatch(ctx, TrainingStage.AFTER_BATCH)
+        return ctx
+
+    def validate(self, loader: Iterable[Any] | None = None, *, weights: Weights | None = None) -> ValidationResult:
+        """Evaluate the models on held-out batches; weights are never swapped, the averaged module is evaluated itself.
+
+        Parameters
+        ----------
+        loader : iterable, optional
+            The batches; by default those of `validation`.
+        weights : {"auto", "live", "averaged"}, optional
+            Which weights; by default those of `validation`. Before the first average the live ones are evaluated.
+
+        Returns
+        -------
+        ValidationResult
+            Mean losses by name, and which weights they belong to.
+
+        Raises
+        ------
+        ValueError
+            There is no loader, or it is empty.
+        """
+        self.setup()
+        if loader is None:
+            if self.validation is None:
+                raise ValueError(
+                    "There is nothing to validate on: give validate(loader), or validation=Validation(loader=...)."
+                )
+            loader = self.validation.loader
+        models, used = self._weights(weights or (self.validation.weights if self.validation else "auto"))
+        with ExitStack() as stack:
+            stack.enter_context(evaluation_mode(models.values()))
+            for hook in self._assembly.providers(ProvidesInferenceContext):
+                stack.enter_context(hook.inference_context(self.device))
+            losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
+        self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
+        for scheduler in self.lr_schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(result["loss"])
+        self._dispatch(TrainingStage.AFTER_VALIDATION)
+        return result
+
+    def setup(self) -> None:
+        """Settle devices, let hooks set up, build optimizers and schedulers; done by itself before the first batch."""
+        if self._is_set_up:
+            return
+        self.device = _device(self.devices, self.models)
+        if self.devices is not None:
+            for model in self.models.values():
+                model.to(self.device)
+        with self._context(None) as ctx:
+            self.registry.dispatch(ctx, TrainingStage.SETUP)
+            self.models = dict(ctx.models)
+        for key, configs in self.optimizer_configs.items():
+            for config in configs:
+                optimizer, scheduler = config.build(self.models[key], key)
+                self.optimizers.append(optimizer)
+                self.lr_schedulers.extend([] if scheduler is None else [scheduler])
+        self._is_set_up = True
+
+    # Inside.
+
+    def _run_epoch(self, loader: Iterable[Any], progress: RunProgress) -> None:
+        self.epoch_step_count = 0
+        steps_before, vetoes = self.step_count, Counter[str]()
+        self._dispatch(TrainingStage.BEFORE_EPOCH)
+        for batch in loader:
+            ctx = self.train_batch(batch)
+            if ctx.outcome is not None:
+                vetoes.update(f"{veto.hook} ({veto.reason})" for veto in ctx.outcome.vetoes)
+            self._validate_on(steps=not ctx.step_skipped)
+            progress.advance(ctx, self._done_in_bar())
+            if self.num_steps and self.step_count >= self._goal:
+                progress.finish(self._done_in_bar())
+                return
+        if self.epoch_step_count == 0:
+            raise ValueError(_no_batches(loader, self.epoch))
+        if self.step_count == steps_before:
+            raise NoProgressError(_no_progress(self.epoch_step_count, vetoes))
+        self._dispatch(TrainingStage.AFTER_EPOCH)
+        self.epoch += 1
+        self._validate_on(epochs=True)
+        progress.finish(self._done_in_bar())
+
+    def _validate_on(self, *, steps: bool = False, epochs: bool = False) -> None:
+        plan = self.validation
+        if plan is None:
+            return
+        by_steps = steps and plan.every_steps and self.step_count % plan.every_steps == 0
+        if by_steps or (epochs and plan.every_epochs and self.epoch % plan.every_epochs == 0):
+            self.validate()
+
+    def _count(self, ctx: TrainContext) -> None:
+        self.batch_count += 1
+        self.epoch_step_count += 1
+        if not ctx.step_skipped:
+            self.step_count += 1
+            self.global_step_count += _world_size()
+        ctx.step_count, ctx.global_step_count = self.step_count, self.global_step_count
+        ctx.batch_count, ctx.epoch_step_count = self.batch_count, self.epoch_step_count
+
+    def _context(self, batch: Any) -> TrainContext:
+        return TrainContext(
+            batch=batch,
+            models=self.models,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            validation=self.validation_result,
+            step_count=self.step_count,
+            global_step_count=self.global_step_count,
+            batch_count=self.batch_count,
+            epoch_step_count=self.epoch_step_count,
+            epoch=self.epoch,
+            device=self.device,
+            global_rank=_rank(),
+            workflow=self,
+        )
+
+    def _dispatch(self, stage: TrainingStage) -> None:
+        with self._context(None) as ctx:
+            self.registry.dispatch(ctx, stage)
+
+    def _predict(self, models: Mapping[str, nn.Module], batch: Any) -> Any:
+        main = models["main"] if "main" in models else next(iter(models.values()))
+        if self.training_fn is None:
+            return main(batch)
+        return self.training_fn(main if len(models) == 1 else models, batch)
+
+    def _weights(self, wanted: str) -> tuple[dict[str, nn.Module], str]:
+        models, used = dict(self.models), "live"
+        if wanted != "live":
+            for hook in self._assembly.providers(ProvidesAveragedModel):
+                if (module := averaged_module(hook)) is not None:
+                    models[hook.model_key], used = module, "averaged"
+        return models, used
+
+    def _done(self) -> int:
+        return self.step_count if self.num_steps else self.epoch
+
+    def _progress(self, loader: Iterable[Any]) -> RunProgress:
+        total: int | None = self._goal
+        if not self.num_steps:
+            total = self._goal * len(loader) if isinstance(loader, Sized) else None
+        return RunProgress(total, self._done_in_bar(), self.progress)
+
+    def _done_in_bar(self) -> int:
+        return self.step_count if self.num_steps else self.batch_count
+
+
+def _checked_models(models: object) -> dict[str, nn.Module]:
+    named = {"main": models} if isinstance(models, nn.Module) else models
+    if not isinstance(named, Mapping) or not named:
+        raise TypeError(
+            f"models is {models!r}; give an nn.Module, or a mapping from names to modules that is not empty."
+        )
+    for key, model in named.items():
+        if not isinstance(key, str) or not isinstance(model, nn.Module):
+            raise TypeError(f"models[{key!r}] is a {type(model).__name__}; give names (str) and nn.Modules.")
+    return dict(named)
+
+
+def _checked_callable(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise TypeError(
+            f"{name} is {value!r}; give a callable: {name}({'predictions' if name == 'loss_fn' else 'model'}, batch)."
+        )
+    return value
+
+
+def _checked_length(num_epochs: int | None, num_steps: int | None) -> tuple[int | None, int | None]:
+    if (num_epochs is None) == (num_steps is None):
+        both = "neither is given" if num_epochs is None else f"both are given ({num_epochs!r} and {num_steps!r})"
+        raise ValueError(f"A run is as long as num_epochs or num_steps says, but {both}; give exactly one of the two.")
+    for name, value in (("num_epochs", num_epochs), ("num_steps", num_steps)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is {value!r}; it must be an int of 1 or more.")
+    return num_epochs, num_steps
+
+
+def _device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device:
+    if devices is None:
+        parameters = (p for model in models.values() for p in model.parameters())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        if not devices:
+            raise ValueError("devices is empty; give a device, or leave it out so that models stay where they are.")
+        devices = devices[_rank() % len(devices)]
+    return torch.device(devices)
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _no_batches(loader: Iterable[Any], epoch: int) -> str:
+    used_up = iter(loader) is loader
+    why = "it is an iterator, which is used up after one pass" if used_up else "it is empty"
+    return (
+        f"The loader ({type(loader).__name__}) gave no batches in epoch {epoch}: {why}; "
+        "give a list or a DataLoader that holds data."
+    )
+
+
+def _no_progress(batches: int, vetoes: Counter[str]) -> str:
+    who = ", ".join(f"{name} {count} times" for name, count in vetoes.most_common())
+    causes = (
+        f"vetoed by {who}" if who else "no hook vetoed: no optimizer had a gradient, or every gradient was not finite"
+    )
+    return (
+        f"A whole pass over the loader ({batches} batches) went by without one optimizer step: {causes}. "
+        "Look at the loss and the gradients of the first batches; a lower learning rate or loss scale often helps."
+    )
