@@ -42,6 +42,7 @@ class OptimizerGradients:
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
         self.holds_inf = False  # the host's copy of `flag`
+        self.division = ""  # how pending divisors reached the optimizer, once it has stepped
         self._flag: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
         self.tensors: list[Tensor] = []
@@ -99,10 +100,13 @@ class OptimizerGradients:
             self._settled(self.scale)
             self.scale = None
 
-    def folds(self) -> bool:
-        """Return whether the optimizer can divide in its own pass, with the same bits as a division before it."""
-        supports = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return bool(supports) and self.pending() is not None and all(t.dtype == torch.float32 for t in self.tensors)
+    def why_not_folded(self) -> str:
+        """Return why the optimizer cannot divide in its own pass, with the same bits; empty if it can."""
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return "the optimizer is not fused"
+        if any(tensor.dtype != torch.float32 for tensor in self.tensors):
+            return "gradients are not float32"
+        return ""
 
     @contextmanager
     def divided_by_optimizer(self) -> Iterator[None]:

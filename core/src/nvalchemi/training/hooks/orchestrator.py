@@ -13,9 +13,9 @@ from nvalchemi.errors import HookConflictError, HookContractError, add_hook_note
 from nvalchemi.hooks.lifecycle import HookLifecycle
 from nvalchemi.hooks.protocols import CheckpointableHook
 from nvalchemi.training.closures import refuse_closure
-from nvalchemi.training.hooks.explanation import Explanation
+from nvalchemi.training.hooks.explanation import Explanation, explain_hooks
 from nvalchemi.training.hooks.stepping import StepOutcome, attempt_step
-from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides
+from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides, takes_part_in_step
 from nvalchemi.training.hooks.window import UpdateWindow
 from nvalchemi.training.stages import TrainingStage
 
@@ -85,7 +85,13 @@ class TrainingUpdateOrchestrator:
         self._priorities.update(_checked_priorities(priorities or {}, flat))
         self._children = tuple(sorted(flat, key=self._priority))
         self._calls = self._handlers()
-        self._votes = [child for child in self._children if overrides(child, "__call__") or _votes(child)]
+        self._setting_up = self._overriding("setup")
+        self._before = self._overriding("before_batch")
+        self._transforming = self._overriding("transform_loss")
+        self._voting = tuple(child for child in self._children if takes_part_in_step(child))
+        self._after = self._overriding("after_optimizer_step")
+        self._settling = tuple(child for child in self._children if overrides(child, "settled"))
+        self._at_work: TrainingUpdateHook | None = None
         self._lifecycle = HookLifecycle(lambda: self._children)
         self._window: UpdateWindow | None = None
         self._outcome: StepOutcome | None = None
@@ -98,8 +104,17 @@ class TrainingUpdateOrchestrator:
     def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
         """Do the work of `stage`; a stage that is not claimed changes nothing."""
         handler = self._calls.get(stage)
-        if handler is not None:
+        if handler is None:
+            return
+        try:
             handler(ctx)
+        except Exception as error:  # noted and raised again
+            if self._at_work is not None:
+                add_hook_note(error, self._at_work, stage, ctx)
+            ctx.close(error)
+            raise
+        finally:
+            self._at_work = None
 
     def _handlers(self) -> dict[TrainingStage, Callable[[TrainContext], None]]:
         return {
@@ -113,14 +128,14 @@ class TrainingUpdateOrchestrator:
     def _setup(self, ctx: TrainContext) -> None:
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
-        for child in self._children:
+        for child in self._setting_up:
             self._call(child, ctx, TrainingStage.SETUP, False)
 
     def _before_batch(self, ctx: TrainContext) -> None:
         ctx.step_skipped, ctx.outcome = False, None
-        ctx.window = self._window
+        ctx.window = None if self._window is None or self._window.closed else self._window
         keep = False
-        for child in self._children:
+        for child in self._before:
             keep |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, keep)
         if keep:
             self._go_on_with_gradients(ctx)
@@ -132,7 +147,7 @@ class TrainingUpdateOrchestrator:
     def _backward(self, ctx: TrainContext) -> None:
         original, loss = ctx.loss, ctx.loss
         try:
-            for child in self._children:
+            for child in self._transforming:
                 ctx.loss = _differentiable(loss, "the loss that was given")
                 _, loss = self._call(child, ctx, TrainingStage.DO_BACKWARD, False)
                 loss = _differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
@@ -148,14 +163,14 @@ class TrainingUpdateOrchestrator:
             self._vote(ctx, window)
             outcome = attempt_step(ctx, window)
         else:
-            for child in self._votes:
+            for child in self._voting:
                 self._call(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, True)
             outcome = StepOutcome(skipped=True, window_open=True)
         self._outcome = ctx.outcome = outcome
         ctx.step_skipped = outcome.skipped
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
-        for child in self._votes:
+        for child in self._voting:
             if not child.defers_veto:
                 window.resolve()
             reads = child.reads_grad
@@ -168,12 +183,12 @@ class TrainingUpdateOrchestrator:
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
         skipped = self.optimizer_step_skipped
-        for child in self._children:
+        for child in self._after:
             self._call(child, ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
         if self._outcome is not None and not self._outcome.window_open:
-            for child in self._children:
-                with _Note(child, ctx, "settled"):
-                    child.settled(ctx, skipped=skipped)
+            for child in self._settling:
+                self._at_work = child
+                child.settled(ctx, skipped=skipped)
 
     # What happened, and what would.
 
@@ -200,7 +215,8 @@ class TrainingUpdateOrchestrator:
         >>> "always_veto" in str(TrainingUpdateOrchestrator(AlwaysVeto()).explain())
         True
         """
-        return Explanation.of([(child, self._priority(child)) for child in self._children], self._priorities)
+        ordered = [(child, self._priority(child)) for child in self._children]
+        return explain_hooks(ordered, self._priorities, self._outcome)
 
     def with_priority(self, priorities: Mapping[str, int]) -> TrainingUpdateOrchestrator:
         """Return the same hooks in another order.
@@ -263,16 +279,26 @@ class TrainingUpdateOrchestrator:
 
     # Inside.
 
+    def _overriding(self, method: str) -> tuple[TrainingUpdateHook, ...]:
+        """Return the children for which a stage does anything; calling the others would change nothing."""
+        return tuple(child for child in self._children if overrides(child, method) or overrides(child, "__call__"))
+
     def _priority(self, hook: TrainingUpdateHook) -> int:
         return self._priorities.get(hook.state_key, hook.priority)
 
     def _call(
         self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool
     ) -> tuple[bool, Tensor | None]:
+        self._at_work = child
         if ctx.window is not None:
             ctx.window.at_work = child
-        with _Note(child, ctx, stage):
-            return child(ctx, stage, will_skip)
+        answer = child(ctx, stage, will_skip)
+        self._at_work = None
+        if type(answer) is not tuple or len(answer) != 2:
+            raise HookContractError(
+                f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
+            )
+        return answer
 
     def _proceeds(self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool) -> bool:
         proceed, _ = self._call(child, ctx, stage, will_skip)
@@ -307,26 +333,6 @@ class TrainingUpdateOrchestrator:
             )
         if window is None or window.closed:
             self._open_window(ctx)
-
-
-class _Note:
-    """Says on an exception from which child it came."""
-
-    __slots__ = ("_child", "_ctx", "_stage")
-
-    def __init__(self, child: TrainingUpdateHook, ctx: TrainContext, stage: Any) -> None:
-        self._child, self._ctx, self._stage = child, ctx, stage
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            add_hook_note(error, self._child, self._stage, self._ctx)
-            self._ctx.close(error)
-
-
-def _votes(child: TrainingUpdateHook) -> bool:
-    return overrides(child, "before_optimizer_step") or overrides(child, "after_optimizer_step")
 
 
 def _differentiable(loss: object, what: str) -> Tensor:

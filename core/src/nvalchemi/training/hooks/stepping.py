@@ -18,11 +18,25 @@ __all__ = ["OptimizerOutcome", "StepOutcome", "attempt_step", "step_schedulers"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOutcome:
-    """What one optimizer did: whether it stepped, and if not, why."""
+    """What one optimizer did.
+
+    Attributes
+    ----------
+    optimizer : str
+        Its class.
+    stepped : bool
+        Whether it moved.
+    reason : str
+        Why it did not; empty if it did.
+    division : str
+        How unscaling and clipping reached it: ``"folded"`` into its own pass, ``"plain: ..."`` with the reason, or
+        empty when nothing was left to divide.
+    """
 
     optimizer: str
     stepped: bool
-    reason: str
+    reason: str = ""
+    division: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +94,8 @@ def attempt_step(ctx: TrainContext, window: UpdateWindow) -> StepOutcome:
         found_inf=found_inf,
         vetoes=tuple(window.decision.vetoes),
         optimizers=tuple(
-            OptimizerOutcome(type(o).__name__, not reason, reason)
-            for o, reason in zip(window.optimizers, reasons, strict=True)
+            OptimizerOutcome(type(g.optimizer).__name__, not reason, reason, g.division)
+            for g, reason in zip(window.gradients, reasons, strict=True)
         ),
     )
 

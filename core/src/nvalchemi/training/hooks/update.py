@@ -169,6 +169,11 @@ def overrides(hook: TrainingUpdateHook, method: str) -> bool:
     return own is not getattr(TrainingUpdateHook, method)
 
 
+def takes_part_in_step(hook: TrainingUpdateHook) -> bool:
+    """Return whether a hook may decide on the step or look at gradients: it overrides something that could."""
+    return any(overrides(hook, method) for method in ("before_optimizer_step", "after_optimizer_step", "__call__"))
+
+
 def _compose(*hooks: object) -> TrainingUpdateOrchestrator:
     # The orchestrator stands one layer above, so it is asked for at the public door, when it is needed.
     from nvalchemi.training.hooks import TrainingUpdateOrchestrator

@@ -184,11 +184,16 @@ class UpdateWindow:
     def step(self, gradients: OptimizerGradients) -> None:
         """Step one optimizer on true gradients; one that divides by itself does so in its own pass."""
         optimizer = gradients.optimizer
-        if gradients.folds() and (self.scaler is None or self.scaler.folds):
-            self.unscaled |= self.scaler is not None
-            with gradients.divided_by_optimizer():
-                optimizer.step()
-            return
+        if gradients.pending() is not None:
+            obstacle = gradients.why_not_folded()
+            if self.scaler is not None and not self.scaler.folds:
+                obstacle = "the scaler unscales by itself"
+            gradients.division = f"plain: {obstacle}" if obstacle else "folded"
+            if not obstacle:
+                self.unscaled |= self.scaler is not None
+                with gradients.divided_by_optimizer():
+                    optimizer.step()
+                return
         self._unscale(gradients)
         gradients.materialise()
         if self.scaler is None:
