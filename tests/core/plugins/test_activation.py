@@ -175,6 +175,14 @@ def test_a_clash_names_both_and_a_distribution_chooses(site):
     assert activate_hooks([{"acme-hooks:ema": {"decay": 0.5}}])[0].hook.kwargs == {"decay": 0.5}
 
 
+def test_a_rival_that_is_switched_off_does_not_stand_in_the_way(site, monkeypatch):
+    """With one of two rivals switched off, the bare name means the other one."""
+    site.add_plugin("acme-hooks", ["ema"], "1.0")
+    site.add_plugin("zeta-hooks", ["ema"], "2.0")
+    monkeypatch.setenv("NVALCHEMI_HOOKS_DISABLE", "acme-hooks:ema")
+    assert activate_hooks(["ema"])[0].provenance == Provenance("zeta-hooks", "2.0")
+
+
 def test_auto_leaves_a_clash_out_with_one_warning(site, monkeypatch):
     """Neither rival joins, nor is imported; both are named once; with STRICT it is an error."""
     modules = [site.add_plugin(f"{name}-hooks", ["ema"], default_kwargs={}) for name in ("acme", "zeta")]

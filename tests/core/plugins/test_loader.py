@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from nvalchemi.errors import PluginLoadError, PluginVersionError, PluginWarning
-from nvalchemi.hooks import activate_hooks
+from nvalchemi.hooks import activate_hooks, list_hooks, refresh_hooks
 
 OFFER = "from nvalchemi.hooks import HookOffer, hookimpl\nclass Made:\n    def __call__(self, ctx, stage): pass\n"
 
@@ -101,7 +101,9 @@ def test_a_failure_is_not_cached(site):
             activate_hooks(["m"])
     body = OFFER + "# mended\n@hookimpl\ndef nvalchemi_hooks():\n    return [HookOffer('m', Made)]\n"
     site.write_module("m_hooks.plugin", body)
+    assert list_hooks()[0].state == "broken"
     assert activate_hooks(["m"])[0].name == "m"
+    assert list_hooks()[0].state == "available"
 
 
 def test_a_plugin_is_loaded_once(site):
@@ -202,11 +204,13 @@ def test_strict_mode_makes_a_broken_plugin_an_error(site, monkeypatch):
 
 def test_a_hundred_plugins_five_of_them_broken(site):
     """Listing works, each broken one is one warning, and every good one is activated."""
+    site.refreshes = False
     good = [f"good_{number:02}" for number in range(95)]
     for name in good:
         site.add_plugin(f"{name.replace('_', '-')}-hooks", [name], default_kwargs={})
     for number, source in enumerate(FAULTS.values()):
         add_broken(site, f"broken{number}", source)
+    refresh_hooks()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         activated = activate_hooks("auto")

@@ -150,9 +150,18 @@ def test_explain_reads_as_a_table():
     assert "zeroed" in str(TrainingUpdateOrchestrator().explain())
 
 
+class ReadsGradients(TrainingUpdateHook):
+    """Looks at ``.grad`` before the step."""
+
+    def before_optimizer_step(self, ctx, *, will_skip):
+        return True
+
+
 def test_explain_says_whether_steps_are_folded():
-    """`explain()` says which way of stepping runs, folded or plain, and why: a reader of gradients is named."""
-    reader = str(TrainingUpdateOrchestrator(Keep(), AlwaysVeto()).explain())
+    """`explain()` says whether the step can be folded, and names the readers of gradients that pending factors wait for."""
+    reader = str(TrainingUpdateOrchestrator(ReadsGradients(), AlwaysVeto()).explain())
     folded = str(TrainingUpdateOrchestrator(PassThrough(), AlwaysVeto()).explain())
-    assert "reads" in reader
-    assert "reads" not in folded
+    assert "fold" in reader
+    assert "fold" in folded
+    assert "reads" in next(line for line in reader.splitlines() if "ReadsGradients" in line)
+    assert "reads" not in next(line for line in folded.splitlines() if "AlwaysVeto" in line)

@@ -113,19 +113,22 @@ def _print_columns(hooks: list[HookListing]) -> None:
 
 
 def _print_table(hooks: list[HookListing]) -> None:
-    """Print a table that fits the terminal, folding what is long; a column with nothing in it is left out."""
-    from rich import box
+    """Draw a table that fits the terminal, folding what is long, with the reasons below it as sentences."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     colours = {"available": "green", "disabled": "dim", "not allowed": "dim"}
-    rows = [_cells(hook) for hook in hooks]
-    shown = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index in shown:
-        table.add_column(_TITLES[index].capitalize(), overflow="fold", no_wrap=index == 0 and len(rows[0][0]) < 24)
-    for row in rows:
-        colour = colours.get(row[1], "red")
-        table.add_row(*(Text(row[index], style=colour if index == 1 else "") for index in shown))
-    Console().print(table)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("Name", "State", "Core"):
+        table.add_column(title, no_wrap=True)
+    for title in ("From", "Target"):
+        table.add_column(title, overflow="fold")
+    for hook in hooks:
+        state = Text(hook.state, style=colours.get(hook.state, "red"))
+        cells = hook.name, state, hook.api_range or _ANY_VERSION, str(hook.provenance), hook.target
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+    console = Console()
+    console.print(table)
+    for reason in dict.fromkeys(f"{hook.name}: {hook.reason}" for hook in hooks if hook.reason):
+        console.print(Text(reason), soft_wrap=True)

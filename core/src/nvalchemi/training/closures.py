@@ -29,7 +29,7 @@ def refuse_closure(optimizer: type[torch.optim.Optimizer]) -> None:
     --------
     >>> refuse_closure(torch.optim.AdamW)
     """
-    if _needs_closure(optimizer):
+    if _needs_closure(optimizer):  # type: ignore[arg-type]  # a class has a hash
         raise UnsupportedOptimizerError(
             f"{optimizer.__name__} needs a closure: it evaluates the loss several times in a step, but hooks run "
             "once a step; use an optimizer whose step() takes no closure (Adam, AdamW, SGD, ...), or step it in a loop "

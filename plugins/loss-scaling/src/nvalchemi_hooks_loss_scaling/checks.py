@@ -6,15 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from nvalchemi.errors import HookConflictError
 from torch import Tensor, nn
+
+from nvalchemi.errors import HookConflictError
 
 if TYPE_CHECKING:
     from nvalchemi.hooks import TrainContext
-
     from nvalchemi_hooks_loss_scaling.scaler import LossScaler
 
-__all__ = ["first_trained", "publish", "refuse_foreign_scaler", "refuse_half_parameters"]
+__all__ = [
+    "publish",
+    "refuse_contradicting_parameters",
+    "refuse_foreign_scaler",
+    "refuse_half_parameters",
+]
 
 
 class TrainedParameter(NamedTuple):
@@ -46,34 +51,54 @@ def refuse_foreign_scaler(ctx: TrainContext, scaler: LossScaler | None, hook: ob
     if other is not None and other is not scaler:
         own = type(scaler).__name__ if scaler is not None else "no scaler"
         raise HookConflictError(
-            f"{type(hook).__name__} trains with {own}, but ctx.grad_scaler is a {type(other).__name__} already, and one "
-            f"loss has one scale; leave out the {type(other).__name__}, or leave out {type(hook).__name__}."
+            f"{type(hook).__name__} trains with {own}, but ctx.grad_scaler is a {type(other).__name__} already, and "
+            f"one loss has one scale; leave out the {type(other).__name__}, or leave out {type(hook).__name__}."
         )
 
 
 def refuse_half_parameters(models: Mapping[str, nn.Module], hook: object) -> None:
-    """Refuse fp16 parameters where the loss is scaled: their gradients would be fp16 too, and could not be unscaled in it.
+    """Refuse fp16 parameters where the loss is scaled: gradients have their dtype, and would be unscaled in fp16.
 
     Raises
     ------
     ValueError
         Names the first such parameter and its model. A frozen parameter gets no gradient and is left alone.
     """
-    half = first_trained(models, torch.float16)
+    half = _first_trained(models, torch.float16)
     if half is not None:
         raise ValueError(
-            f"{type(hook).__name__} scales the loss, but {half} is in fp16, so its gradients could not be unscaled without "
-            "loss; keep parameters in fp32 (model.float()) and let autocast run the forward in fp16."
+            f"{type(hook).__name__} scales the loss, but {half} is in fp16, so its gradients would be unscaled in fp16 "
+            "and lost; keep parameters in fp32 (model.float()) and let autocast run the forward in fp16."
         )
 
 
-def first_trained(models: Mapping[str, nn.Module], *dtypes: torch.dtype) -> TrainedParameter | None:
-    """Return the first parameter that gets gradients and has one of `dtypes`, if any."""
-    return next((parameter for parameter in trained(models) if parameter.tensor.dtype in dtypes), None)
+def refuse_contradicting_parameters(models: Mapping[str, nn.Module], precision: torch.dtype, hook: object) -> None:
+    """Refuse parameters in the other half precision, and models on which autocast would do nothing.
+
+    Raises
+    ------
+    ValueError
+        Names the first such parameter and its model.
+    """
+    other = _first_trained(models, torch.float16 if precision == torch.bfloat16 else torch.bfloat16)
+    if other is not None:
+        raise ValueError(
+            f"{type(hook).__name__} trains in {precision}, but {other} is in {other.tensor.dtype}; keep parameters in "
+            "fp32 (model.float()) and let autocast cast them."
+        )
+    parameters = list(_trained(models))
+    if parameters and all(parameter.tensor.dtype == torch.float64 for parameter in parameters):
+        raise ValueError(
+            f"{type(hook).__name__} trains in {precision}, but every trained parameter, from {parameters[0]} on, is in "
+            "float64, which autocast leaves as it is; use model.float(), or precision 'fp32', which changes nothing."
+        )
 
 
-def trained(models: Mapping[str, nn.Module]) -> Iterator[TrainedParameter]:
-    """Iterate over the parameters that get gradients."""
+def _first_trained(models: Mapping[str, nn.Module], dtype: torch.dtype) -> TrainedParameter | None:
+    return next((parameter for parameter in _trained(models) if parameter.tensor.dtype == dtype), None)
+
+
+def _trained(models: Mapping[str, nn.Module]) -> Iterator[TrainedParameter]:
     for key, model in models.items():
         for name, tensor in model.named_parameters():
             if tensor.requires_grad:

@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 
 import torch
-from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
 from torch import Tensor
 
+from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
 from nvalchemi_hooks_loss_scaling.checks import (
-    first_trained,
     publish,
+    refuse_contradicting_parameters,
     refuse_foreign_scaler,
     refuse_half_parameters,
-    trained,
 )
 from nvalchemi_hooks_loss_scaling.scaler import LossScaler
 from nvalchemi_hooks_loss_scaling.settings import ScalingOptions
@@ -44,9 +43,9 @@ class MixedPrecisionHook(TrainingUpdateHook):
     ``fp16``  forward and loss         yes, dynamic unless asked otherwise, as `LossScalingHook`
     ========= ======================== =====================================================
 
-    Parameters stay in fp32; autocast casts them for each batch anew. It is opened at BEFORE_BATCH and closed when the loss
-    is handed to the backward pass, or when the batch ends, whatever raises. Validation runs in `inference_context`. Models
-    that differentiate in their forward (forces by autograd) do so under autocast too.
+    Parameters stay in fp32; autocast casts them for each batch anew. It is opened at BEFORE_BATCH and closed when the
+    loss is handed to the backward pass, or when the batch ends, whatever raises. Validation runs in
+    `inference_context`. Models that differentiate in their forward (forces by autograd) do so under autocast too.
 
     Parameters
     ----------
@@ -63,9 +62,10 @@ class MixedPrecisionHook(TrainingUpdateHook):
     Raises
     ------
     ValueError
-        At construction: an unknown precision (the closest is named), scaling options without ``fp16``, or one out of its
-        range. At SETUP, naming the first such parameter and its model: parameters in fp16 or bf16 with ``fp16``, in fp16
-        with ``bf16``, or nothing but float64, which autocast never touches; another scaler in ``ctx.grad_scaler``.
+        At construction: an unknown precision (the closest is named), scaling options without ``fp16``, or one out of
+        its range. At SETUP, naming the first such parameter and its model: parameters in fp16 or bf16 with ``fp16``,
+        in fp16 with ``bf16``, or nothing but float64, which autocast never touches; another scaler in
+        ``ctx.grad_scaler``.
 
     References
     ----------
@@ -103,19 +103,7 @@ class MixedPrecisionHook(TrainingUpdateHook):
         refuse_foreign_scaler(ctx, self.scaler, self)
         if self.scaler is not None:
             refuse_half_parameters(ctx.models, self)
-        other = torch.float16 if self.precision == "bf16" else torch.bfloat16
-        contradicting = first_trained(ctx.models, other)
-        if contradicting is not None:
-            raise ValueError(
-                f"{type(self).__name__} trains in {self.precision}, but {contradicting} is in {other}; keep parameters in "
-                "fp32 (model.float()) and let autocast cast them."
-            )
-        parameters = list(trained(ctx.models))
-        if parameters and all(parameter.tensor.dtype == torch.float64 for parameter in parameters):
-            raise ValueError(
-                f"{type(self).__name__} trains in {self.precision}, but every trained parameter, first {parameters[0]}, is in "
-                "float64, which autocast leaves as it is; use model.float(), or precision 'fp32' to change nothing."
-            )
+        refuse_contradicting_parameters(ctx.models, _AUTOCAST[self.precision], self)
 
     def before_batch(self, ctx: TrainContext, *, will_skip: bool) -> bool:
         """Open autocast for this batch and publish the scaler; gradients may be zeroed."""
@@ -155,13 +143,19 @@ class MixedPrecisionHook(TrainingUpdateHook):
         Raises
         ------
         ValueError
-            As for `LossScaler.load_state_dict`; nothing is changed then.
+            It is the state of something else, or as for `LossScaler.load_state_dict`; nothing is changed then.
         """
-        saved = state.get("precision")
-        if saved is not None and saved != self.precision:
+        if state and "precision" not in state:
+            raise ValueError(
+                f"MixedPrecisionHook: the saved state holds {sorted(state)} and no precision, so another hook has saved "
+                "it; load it there."
+            )
+        saved = state.get("precision", self.precision)
+        if saved != self.precision:
             fresh = "" if self.scaler is None else f", from a fresh scale of {self.scaler.settings.first_scale!r}"
             warnings.warn(
-                f"The saved state is that of a run in {saved}; this run goes on in {self.precision}{fresh}.", stacklevel=2
+                f"The saved state is that of a run in {saved}; this run goes on in {self.precision}{fresh}.",
+                stacklevel=2,
             )
             if self.scaler is not None:
                 self.scaler.reset()
@@ -191,11 +185,13 @@ def _checked(precision: Precision, scaling: ScalingOptions) -> Precision:
     if precision not in known:
         closest = difflib.get_close_matches(str(precision).removeprefix("torch.").lower(), [*known, *_ALIASES], n=1)
         hint = f" Did you mean {_ALIASES.get(closest[0], closest[0])!r}?" if closest else ""
-        raise ValueError(f"MixedPrecisionHook: precision is {precision!r}; give one of {', '.join(map(repr, known))}.{hint}")
+        raise ValueError(
+            f"MixedPrecisionHook: precision is {precision!r}; give one of {', '.join(map(repr, known))}.{hint}"
+        )
     if scaling and precision != "fp16":
         raise ValueError(
-            f"MixedPrecisionHook: {next(iter(scaling))} is given, but precision {precision!r} does not scale the loss; leave "
-            "it out, or train in 'fp16'."
+            f"MixedPrecisionHook: {next(iter(scaling))} is given, but precision {precision!r} does not scale the loss; "
+            "leave it out, or train in 'fp16'."
         )
     return precision
 

@@ -28,5 +28,7 @@ def nvalchemi_hooks() -> Iterable[HookOffer]:
     """Offer both hooks by name alone: the precision of a run is never chosen without a word of its user."""
     return [
         HookOffer("loss_scaling", _loss_scaling, summary="scales the loss so that small fp16 gradients survive"),
-        HookOffer("mixed_precision", _mixed_precision, summary="trains in fp32, bf16 or fp16; scales the loss for fp16"),
+        HookOffer(
+            "mixed_precision", _mixed_precision, summary="trains in fp32, bf16 or fp16; scales the loss for fp16"
+        ),
     ]

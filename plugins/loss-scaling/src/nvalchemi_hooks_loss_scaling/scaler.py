@@ -51,6 +51,10 @@ class LossScaler:
     4.0
     """
 
+    _scale: Tensor
+    _growth_tracker: Tensor
+    _flags: tuple[Tensor, Tensor] | None  # what `close` is told, on the device
+
     def __init__(self, **options: Unpack[ScalingOptions]) -> None:
         self.settings = ScalingSettings(**options)
         self.reset()
@@ -131,8 +135,8 @@ class LossScaler:
         """
         if not state:
             warnings.warn(
-                "The saved state of the loss scaler is empty: the run that saved it did not scale its loss. This run goes "
-                f"on from a fresh scale of {self.settings.first_scale!r}.",
+                "The saved state of the loss scaler is empty: the run that saved it did not scale its loss. This run "
+                f"goes on from a fresh scale of {self.settings.first_scale!r}.",
                 stacklevel=2,
             )
             self.reset()
@@ -154,7 +158,7 @@ class LossScaler:
     def _start(self, scale: float, growth_tracker: int) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32)
         self._growth_tracker = torch.tensor(growth_tracker, dtype=torch.int32)
-        self._flags: tuple[Tensor, Tensor] | None = None
+        self._flags = None
 
     def _constant_flags(self) -> tuple[Tensor, Tensor]:
         if self._flags is None:
@@ -169,15 +173,15 @@ def _numbers(state: Mapping[str, Any], settings: ScalingSettings) -> tuple[float
     lowest, highest = (settings.min_scale, settings.max_scale) if settings.dynamic else (settings.first_scale,) * 2
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not _fits(scale, lowest, highest):
         raise ValueError(
-            f"Loss scaling: scale is {scale!r} in the saved state, which holds {sorted(state)}, and must be a number from "
-            f"{lowest!r} to {highest!r} here; change the settings, or start with a fresh scale."
+            f"Loss scaling: scale is {scale!r} in the saved state, which holds {sorted(state)}, and must be a number "
+            f"from {lowest!r} to {highest!r} here; change the settings, or start with a fresh scale."
         )
     if not settings.dynamic:
         return float(scale), 0
     if type(tracker) is not int or tracker < 0:
         raise ValueError(
-            f"Loss scaling: growth_tracker is {tracker!r} in the saved state, which holds {sorted(state)}; it must be an "
-            "int of 0 or more. Set it to 0 to count good steps afresh."
+            f"Loss scaling: growth_tracker is {tracker!r} in the saved state, which holds {sorted(state)}; it must be "
+            "an int of 0 or more. Set it to 0 to count good steps afresh."
         )
     return float(scale), min(tracker, settings.growth_interval - 1)
 

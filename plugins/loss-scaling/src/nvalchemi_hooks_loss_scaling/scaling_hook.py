@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
-
 from nvalchemi_hooks_loss_scaling.checks import publish, refuse_foreign_scaler, refuse_half_parameters
 from nvalchemi_hooks_loss_scaling.scaler import LossScaler
 from nvalchemi_hooks_loss_scaling.settings import ScalingSettings
 
 if TYPE_CHECKING:
-    from nvalchemi.hooks import TrainContext
     from torch import Tensor
+
+    from nvalchemi.hooks import TrainContext
 
 __all__ = ["LossScalingHook"]
 
@@ -23,10 +23,10 @@ _DEFAULTS = ScalingSettings()
 class LossScalingHook(TrainingUpdateHook):
     r"""Scale the loss so that small gradients survive fp16.
 
-    :math:`\nabla = \frac{1}{s} \nabla (s L)`. The loss is multiplied by the scale :math:`s` at DO_BACKWARD; the gradients
-    are divided by it once, together with whatever else is divided (clipping), at the latest inside the optimizer. The
-    hook itself never vetoes: without a veto hook every optimizer with inf or nan in its gradients skips for itself, and
-    its scheduler with it. The scale backs off once for such a window.
+    :math:`\nabla L = \frac{1}{s} \nabla (s L)`. The loss is multiplied by the scale :math:`s` at DO_BACKWARD; the
+    gradients are divided by it once, together with whatever else is divided (clipping), at the latest inside the
+    optimizer. The hook itself never vetoes: without a veto hook every optimizer with inf or nan in its gradients skips
+    for itself, and its scheduler with it. The scale backs off once for such a window.
 
     Casting is not its work: use it when your own code runs parts of the model in fp16, and
     `MixedPrecisionHook` when autocast should.
@@ -36,8 +36,8 @@ class LossScalingHook(TrainingUpdateHook):
     scale : float or "dynamic"
         A number is a static scale, and the other settings have no effect.
     init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
-        How a dynamic scale starts, moves and stops: `nvalchemi_hooks_loss_scaling.settings.ScalingSettings`. The rule is
-        that of ``torch.amp.GradScaler``, with a floor and a ceiling.
+        How a dynamic scale starts, moves and stops: see `nvalchemi_hooks_loss_scaling.settings.ScalingSettings`. The
+        rule is that of ``torch.amp.GradScaler``, with a floor and a ceiling.
 
     Attributes
     ----------

@@ -82,8 +82,9 @@ class ScalingSettings:
         _check("backoff_factor", backoff, 0 < _number(backoff) < 1, "a number between 0 and 1, such as 0.5")
         whole = type(interval) is int and 1 <= interval <= _LONGEST
         _check("growth_interval", interval, whole, f"an int from 1 to {_LONGEST}, such as 2000")
-        _check("min_scale", self.min_scale, self.min_scale <= self.init_scale, f"at most init_scale={self.init_scale!r}")
-        _check("max_scale", self.max_scale, self.max_scale >= self.init_scale, f"at least init_scale={self.init_scale!r}")
+        low, first, high = self.min_scale, self.init_scale, self.max_scale
+        _check("min_scale", low, low <= first, f"at most init_scale, which is {first!r}")
+        _check("max_scale", high, high >= first, f"at least init_scale, which is {first!r}")
 
     @property
     def dynamic(self) -> bool:
@@ -98,8 +99,13 @@ class ScalingSettings:
     @property
     def rule(self) -> ScaleRule:
         """The constants of the rule by which the scale moves."""
-        numbers = (self.growth_factor, self.backoff_factor, self.growth_interval, self.min_scale, self.max_scale)
-        return ScaleRule(*numbers)
+        return ScaleRule(
+            growth_factor=float(self.growth_factor),
+            backoff_factor=float(self.backoff_factor),
+            growth_interval=self.growth_interval,
+            min_scale=float(self.min_scale),
+            max_scale=float(self.max_scale),
+        )
 
     def to_state(self) -> dict[str, Any]:
         """Return what a resumed run has to share: the mode, and for a dynamic scale its rule."""
@@ -116,14 +122,19 @@ class ScalingSettings:
         for name, own in self.to_state().items():
             if name in state and state[name] != own:
                 raise ValueError(
-                    f"Loss scaling: {name} is {state[name]!r} in the saved state and {own!r} here; use the saved value, or "
-                    f"leave {name!r} out of the state to go on with {own!r}."
+                    f"Loss scaling: {name} is {state[name]!r} in the saved state and {own!r} here; use the saved "
+                    f"value, or leave {name!r} out of the state to go on with {own!r}."
                 )
 
 
 def _number(value: object) -> float:
     """Return a number as a float, and nan for what is none: no range holds it."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond all floats
+        return math.inf
 
 
 def _check(name: str, value: object, holds: bool, wanted: str) -> None:

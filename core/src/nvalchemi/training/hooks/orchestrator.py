@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingUpdateOrchestrator"]
 
+_ANSWER_IGNORED = (TrainingStage.SETUP, TrainingStage.AFTER_OPTIMIZER_STEP)
+
 
 class TrainingUpdateOrchestrator:
     """Update hooks, composed so that any of them can veto and none goes wrong for it.
@@ -164,7 +166,7 @@ class TrainingUpdateOrchestrator:
             outcome = attempt_step(ctx, window)
         else:
             for child in self._voting:
-                self._call(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, True)
+                self._proceeds(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, True)
             outcome = StepOutcome(skipped=True, window_open=True)
         self._outcome = ctx.outcome = outcome
         ctx.step_skipped = outcome.skipped
@@ -294,7 +296,7 @@ class TrainingUpdateOrchestrator:
             ctx.window.at_work = child
         answer = child(ctx, stage, will_skip)
         self._at_work = None
-        if type(answer) is not tuple or len(answer) != 2:
+        if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
             raise HookContractError(
                 f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
             )

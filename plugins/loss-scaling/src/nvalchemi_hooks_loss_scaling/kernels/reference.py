@@ -35,9 +35,9 @@ class ScaleRule:
 def advance(scale: float, growth_tracker: int, found_inf: bool, rule: ScaleRule) -> tuple[float, int]:
     r"""Return the scale and the growth tracker after one window.
 
-    With inf or nan, :math:`s \leftarrow \max(s_{min}, b\,s)` and :math:`n \leftarrow 0`. Otherwise :math:`n` counts up, and
-    at :math:`n = N` the scale grows, :math:`s \leftarrow \min(s_{max}, g\,s)`, and :math:`n \leftarrow 0`. Scales are
-    float32; a growth that float32 cannot hold is left out.
+    With inf or nan, :math:`s \leftarrow \max(s_{min}, b\,s)` and :math:`n \leftarrow 0`. Otherwise :math:`n` counts
+    up, and at :math:`n = N` the scale grows, :math:`s \leftarrow \min(s_{max}, g\,s)`, and :math:`n \leftarrow 0`.
+    Scales are float32; a growth that float32 cannot hold is left out.
 
     Parameters
     ----------
