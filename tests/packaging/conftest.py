@@ -121,7 +121,7 @@ def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packaged, in a folder whose name has a blank."""
     target = tmp_path_factory.mktemp("packaging") / "a clone"
     for folder in ("core", "plugins"):
-        shutil.copytree(root / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
     shutil.copy(root / "VERSION", target)
     return target
 

@@ -18,7 +18,8 @@ def test_every_file_of_the_package_is_in_the_wheel(distribution, clone: Path, re
     """The wheel holds the package folder, whole, and nothing beside it but its own metadata."""
     wheel = release_wheels[distribution.name]
     source = clone / distribution.folder / "src"
-    expected = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    files = (path for path in (source / distribution.package).rglob("*") if path.is_file())
+    expected = {path.relative_to(source).as_posix() for path in files}
     assert {name for name in wheel.files if not name.startswith(f"{wheel.info}/")} == expected
     assert any(name.endswith(".py") for name in expected)
 
@@ -104,5 +105,6 @@ def test_building_leaves_the_tree_clean(root: Path, clone: Path, clone_wheels) -
 
 
 def paths(folder: Path) -> set[Path]:
-    """Return every path below a folder, but for compiled code."""
-    return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    """Return every path below a folder, but for what Python and the tools keep for themselves."""
+    found = (path.relative_to(folder) for path in folder.rglob("*"))
+    return {path for path in found if not any(part.endswith(("__pycache__", "_cache")) for part in path.parts)}

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 EMBEDDED = Path(__file__).parent / "data" / "molecules.npz"
 CUTOFF = 5.0
@@ -163,10 +164,10 @@ def read_xyz(file: Path) -> list[Trajectory]:
         raise DataError(f"{file}: there is no frame in it")
     found: dict[tuple[Any, ...], list[Frame]] = {}
     for index, atoms in enumerate(images):
-        key = (atoms.info.get("config_type", ""), *atoms.numbers.tolist())
+        name = f"{atoms.get_chemical_formula()} {atoms.info.get('config_type', '')}".strip()
+        key = (name, *atoms.numbers.tolist())
         found.setdefault(key, []).append(_xyz_frame(atoms, f"{file}, frame {index}"))
-    formulas = [f"{file.stem}-{number}" for number in range(len(found))]
-    return [Trajectory(name, frames) for name, frames in zip(formulas, found.values(), strict=True)]
+    return [Trajectory(key[0], frames) for key, frames in found.items()]
 
 
 def _xyz_frame(atoms: Any, where: str) -> Frame:
@@ -247,6 +248,11 @@ def collate(frames: Sequence[Frame]) -> Batch:
         energy=torch.tensor([frame.energy for frame in frames], dtype=torch.float64),
         forces=torch.cat([frame.forces for frame in frames]),
     )
+
+
+def batches(frames: Sequence[Frame], size: int = 128, *, shuffle: bool = False) -> DataLoader[Frame]:
+    """Go through frames batch by batch, in their order or in a new one each time."""
+    return DataLoader(cast(Dataset[Frame], list(frames)), batch_size=size, shuffle=shuffle, collate_fn=collate)
 
 
 def fit_reference(frames: Sequence[Frame]) -> Tensor:

@@ -93,8 +93,11 @@ def main() -> None:
         spread = 1e3 * made["energies"].std()
         force = 1e3 * np.abs(made["forces"]).mean()
         seconds = time.perf_counter() - start
-        print(f"{name}: {options.frames} frames, spread of the energy {spread:.0f} meV, "
-              f"mean |force component| {force:.0f} meV/Å, {seconds:.0f} s", flush=True)
+        print(
+            f"{name}: {options.frames} frames, spread of the energy {spread:.0f} meV, "
+            f"mean |force component| {force:.0f} meV/Å, {seconds:.0f} s",
+            flush=True,
+        )
     np.savez_compressed(options.out, **arrays)
     content = options.out.read_bytes()
     print(f"{options.out}: {len(content) / 1e6:.3f} MB, sha256 {hashlib.sha256(content).hexdigest()}")

@@ -93,7 +93,8 @@ class Potential(nn.Module):
         s = self.embedding(batch.numbers)
         for layer in self.layers:
             s = layer(s, batch.neighbours, radial, angular)
-        atomic = self.reference[batch.numbers] + self.scale * self.readout(s).squeeze(1).double()
+        with torch.autocast(x.device.type, enabled=False):
+            atomic = self.reference[batch.numbers] + self.scale * self.readout(s).squeeze(1).double()
         return atomic.new_zeros(len(batch.energy)).index_add(0, batch.owner, atomic)
 
     @torch.enable_grad()

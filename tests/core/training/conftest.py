@@ -242,61 +242,61 @@ class FoldingScaler:
         self.closed.append(found_inf)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_loop():
     """The class of loops written by hand."""
     return Loop
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recorder():
     """The class of hooks that write down what they are told."""
     return Recorder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def veto():
     """The class of hooks that veto the batches they are told."""
     return Veto
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def divide():
     """The class of hooks that ask for a division."""
     return Divide
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def read():
     """The class of hooks that read ``.grad``."""
     return Read
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scale():
     """The class of hooks that scale the loss with a given scaler."""
     return Scale
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def counting_scaler():
     """torch's scaler, counting."""
     return CountingScaler
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def public_scaler():
     """A scaler with the public interface alone."""
     return PublicScaler
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def folding_scaler():
     """A scaler that folds."""
     return FoldingScaler
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def two_optimizers():
     """Make one SGD with lr 1 for each parameter."""
     return lambda parameters: [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]

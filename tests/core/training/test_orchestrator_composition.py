@@ -111,14 +111,21 @@ def test_two_members_of_one_family():
 
 def test_members_of_no_family_do_not_exclude_each_other():
     """Hooks without a family do not exclude each other."""
-    assert keys(TrainingUpdateOrchestrator(PassThrough(), AlwaysVeto(), Fp16())) == ["pass_through", "always_veto", "fp16"]
+    assert keys(TrainingUpdateOrchestrator(PassThrough(), AlwaysVeto(), Fp16())) == [
+        "pass_through",
+        "always_veto",
+        "fp16",
+    ]
 
 
 def test_indistinguishable_twins():
     """Two instances with one state key are refused, and labels tell them apart."""
     with pytest.raises(ValueError, match="PassThrough and PassThrough .*'pass_through'.*labelled"):
         TrainingUpdateOrchestrator(PassThrough(), PassThrough())
-    assert keys(TrainingUpdateOrchestrator(PassThrough(), PassThrough().labelled("second"))) == ["pass_through", "second"]
+    assert keys(TrainingUpdateOrchestrator(PassThrough(), PassThrough().labelled("second"))) == [
+        "pass_through",
+        "second",
+    ]
 
 
 def test_the_same_instance_twice():

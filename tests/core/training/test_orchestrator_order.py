@@ -66,14 +66,19 @@ def test_with_priority():
 
 def test_priorities_add_up_and_survive_composition():
     """Overrides add up, and stay with their hooks in a larger composition."""
-    orchestrator = TrainingUpdateOrchestrator(*prioritised(a=10, b=20)).with_priority({"a": 60}).with_priority({"b": 70})
+    orchestrator = (
+        TrainingUpdateOrchestrator(*prioritised(a=10, b=20)).with_priority({"a": 60}).with_priority({"b": 70})
+    )
     assert keys(orchestrator) == ["a", "b"]
     assert keys(orchestrator + prioritised(c=65)[0]) == ["a", "c", "b"]
 
 
 def test_ties_after_an_override_keep_insertion_order():
     """An override that makes a tie falls back on the order of insertion, not on the order before."""
-    assert keys(TrainingUpdateOrchestrator(*prioritised(late=50, early=10)).with_priority({"early": 50})) == ["late", "early"]
+    assert keys(TrainingUpdateOrchestrator(*prioritised(late=50, early=10)).with_priority({"early": 50})) == [
+        "late",
+        "early",
+    ]
 
 
 def test_a_priority_for_nobody():
@@ -158,7 +163,7 @@ class ReadsGradients(TrainingUpdateHook):
 
 
 def test_explain_says_whether_steps_are_folded():
-    """`explain()` says whether the step can be folded, and names the readers of gradients that pending factors wait for."""
+    """`explain()` says whether the step can be folded, and which hooks read gradients before it."""
     reader = str(TrainingUpdateOrchestrator(ReadsGradients(), AlwaysVeto()).explain())
     folded = str(TrainingUpdateOrchestrator(PassThrough(), AlwaysVeto()).explain())
     assert "fold" in reader

@@ -13,11 +13,26 @@ import pytest
 from nvalchemi.training import TrainingStage
 from nvalchemi.training import stages as module
 
-IN_ORDER = """
-    SETUP BEFORE_TRAINING BEFORE_EPOCH BEFORE_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD
-    DO_BACKWARD AFTER_BACKWARD BEFORE_OPTIMIZER_STEP DO_OPTIMIZER_STEP AFTER_OPTIMIZER_STEP AFTER_BATCH AFTER_EPOCH
-    AFTER_TRAINING AFTER_VALIDATION
-""".split()
+IN_ORDER = [
+    "SETUP",
+    "BEFORE_TRAINING",
+    "BEFORE_EPOCH",
+    "BEFORE_BATCH",
+    "BEFORE_FORWARD",
+    "AFTER_FORWARD",
+    "BEFORE_LOSS",
+    "AFTER_LOSS",
+    "BEFORE_BACKWARD",
+    "DO_BACKWARD",
+    "AFTER_BACKWARD",
+    "BEFORE_OPTIMIZER_STEP",
+    "DO_OPTIMIZER_STEP",
+    "AFTER_OPTIMIZER_STEP",
+    "AFTER_BATCH",
+    "AFTER_EPOCH",
+    "AFTER_TRAINING",
+    "AFTER_VALIDATION",
+]
 
 
 def test_members_and_their_order():
@@ -53,6 +68,7 @@ def test_a_stage_is_chosen_by_plain_comparison(name):
 def test_the_stages_load_nothing_else():
     """Importing the stages loads neither torch nor pydantic."""
     code = (
-        "import sys, nvalchemi.training.stages as s; s.TrainingStage.SETUP; print({'torch', 'pydantic'} & set(sys.modules))"
+        "import sys; from nvalchemi.training.stages import TrainingStage; TrainingStage.SETUP; "
+        "print({'torch', 'pydantic'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -163,7 +163,10 @@ class TrainContext(HookContext):
     True
     """
 
-    model: nn.Module | None = None
+    if TYPE_CHECKING:
+        model: nn.Module | None = None
+    else:  # an argument only; what is read afterwards is the property below
+        model: InitVar[nn.Module | None] = None
     models: MutableMapping[str, nn.Module] = field(default_factory=dict)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     lr_schedulers: Sequence[Any] = ()
@@ -180,11 +183,9 @@ class TrainContext(HookContext):
     outcome: StepOutcome | None = None
     window: UpdateWindow | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self.models = self.models or {"main": self.model}
-        elif self.models:
-            self.model = self.models.get("main") or next(iter(self.models.values()))
+    def __post_init__(self, model: nn.Module | None = None) -> None:
+        if model is not None:
+            self.models = {"main": model, **self.models}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -269,3 +270,11 @@ class TrainContext(HookContext):
                 "call the orchestrator at TrainingStage.BEFORE_BATCH first."
             )
         return self.window
+
+
+def _main_model(ctx: TrainContext) -> nn.Module | None:
+    return ctx.models["main"] if "main" in ctx.models else next(iter(ctx.models.values()), None)
+
+
+# `model` is an argument of the context, and afterwards whatever `models` holds: a hook may replace it at SETUP.
+TrainContext.model = property(_main_model)  # type: ignore[assignment, misc]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nvalchemi.training.optimizers import OptimizerConfig as OptimizerConfig
     from nvalchemi.training.stages import TrainingStage as TrainingStage
     from nvalchemi.training.strategy import TrainingStrategy as TrainingStrategy
+    from nvalchemi.training.unwrap import bare_module as bare_module
     from nvalchemi.training.validation import Validation as Validation
     from nvalchemi.training.validation import ValidationResult as ValidationResult
     from nvalchemi_hooks_ema import EMAHook as EMAHook
@@ -34,6 +35,7 @@ __getattr__, __dir__ = door(
         "TrainingStrategy": "nvalchemi.training.strategy",
         "Validation": "nvalchemi.training.validation",
         "ValidationResult": "nvalchemi.training.validation",
+        "bare_module": "nvalchemi.training.unwrap",
     },
     official_hooks=True,
 )

@@ -8,6 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+    from torch import Tensor
+
     from nvalchemi.hooks.context import TrainContext
 
 __all__ = ["RunProgress"]
@@ -29,7 +32,8 @@ class RunProgress:
     """
 
     def __init__(self, total: int | None, done: int, shown: bool | None) -> None:
-        self._bar = None
+        self._bar: Progress | None = None
+        self._latest: tuple[int, Tensor | None, int] = (0, None, done)
         self._next_look = 0.0
         if sys.stderr.isatty() if shown is None else shown:
             from rich.console import Console
@@ -40,16 +44,16 @@ class RunProgress:
             self._task = self._bar.add_task("training", total=total, completed=done, loss="")
 
     def advance(self, ctx: TrainContext, done: int) -> None:
-        """Show how far the run has come."""
+        """Show how far the run has come, every now and then."""
+        self._latest = (ctx.epoch, ctx.loss, done)
         if self._bar is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-            loss = "" if ctx.loss is None else f"loss {float(ctx.loss):.4g}"
-            self._bar.update(self._task, completed=done, description=f"epoch {ctx.epoch + 1}", loss=loss)
+            self._show(self._bar)
 
-    def finish(self, done: int) -> None:
-        """Show the end, whatever was looked at last."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
+    def _show(self, bar: Progress) -> None:
+        epoch, loss, done = self._latest
+        text = "" if loss is None else f"loss {float(loss):.4g}"
+        bar.update(self._task, completed=done, description=f"epoch {epoch + 1}", loss=text)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -60,4 +64,6 @@ class RunProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._bar is not None:
+            if error is None:
+                self._show(self._bar)
             self._bar.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -120,7 +120,7 @@ class TrainingStrategy:
         self.step_count = self.global_step_count = 0
         self.batch_count = self.epoch_step_count = self.epoch = 0
         self.validation_result: ValidationResult | None = None
-        self._goal = 0
+        self._goal: int | None = None  # of the run that is under way, or was interrupted
         self._is_set_up = False
 
     def run(self, loader: Iterable[Any]) -> None:
@@ -138,17 +138,22 @@ class TrainingStrategy:
         NoProgressError
             A ``RuntimeError``: a whole pass over the loader without one optimizer step; it names who vetoed.
         """
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(
+                f"run(loader) got a {type(loader).__name__} ({loader!r}); give a list of batches or a DataLoader."
+            )
         self.setup()
-        if self._done() >= self._goal:
+        if self._goal is None:
             self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
         with ExitStack() as stack:
             stack.enter_context(training_modes(self.models, self.optimizer_configs))
             stack.enter_context(self.registry)
             progress = stack.enter_context(self._progress(loader))
             self._dispatch(TrainingStage.BEFORE_TRAINING)
-            while self._done() < self._goal:
+            while not self._is_done():
                 self._run_epoch(loader, progress)
             self._dispatch(TrainingStage.AFTER_TRAINING)
+        self._goal = None
 
     def train_batch(self, batch: Any) -> TrainContext:
         """Take one batch through every stage from BEFORE_BATCH to AFTER_BATCH.
@@ -235,38 +240,43 @@ class TrainingStrategy:
             for model in self.models.values():
                 model.to(self.device)
         with self._context(None) as ctx:
+            ctx.models = dict(self.models)
             self.registry.dispatch(ctx, TrainingStage.SETUP)
-            self.models = dict(ctx.models)
-        for key, configs in self.optimizer_configs.items():
-            for config in configs:
-                optimizer, scheduler = config.build(self.models[key], key)
-                self.optimizers.append(optimizer)
-                self.lr_schedulers.extend([] if scheduler is None else [scheduler])
+        built = [
+            config.build(ctx.models[key], key) for key, configs in self.optimizer_configs.items() for config in configs
+        ]
+        self.models = dict(ctx.models)
+        self.optimizers = [optimizer for optimizer, _ in built]
+        self.lr_schedulers = [scheduler for _, scheduler in built if scheduler is not None]
         self._is_set_up = True
 
     # Inside.
 
     def _run_epoch(self, loader: Iterable[Any], progress: RunProgress) -> None:
         self.epoch_step_count = 0
-        steps_before, vetoes = self.step_count, Counter[str]()
+        tally = _Tally()
         self._dispatch(TrainingStage.BEFORE_EPOCH)
         for batch in loader:
-            ctx = self.train_batch(batch)
-            if ctx.outcome is not None:
-                vetoes.update(f"{veto.hook} ({veto.reason})" for veto in ctx.outcome.vetoes)
-            self._validate_on(steps=not ctx.step_skipped)
-            progress.advance(ctx, self._done_in_bar())
-            if self.num_steps and self.step_count >= self._goal:
-                progress.finish(self._done_in_bar())
-                return
+            self._train_and_look(batch, tally, progress)
+            del batch  # before the loader makes the next one
+            if self.num_steps and self._is_done() and self.epoch_step_count != _length(loader):
+                return  # in the middle of a pass
         if self.epoch_step_count == 0:
             raise ValueError(_no_batches(loader, self.epoch))
-        if self.step_count == steps_before:
-            raise NoProgressError(_no_progress(self.epoch_step_count, vetoes))
+        if tally.steps == 0:
+            raise NoProgressError(tally.no_progress())
         self._dispatch(TrainingStage.AFTER_EPOCH)
         self.epoch += 1
         self._validate_on(epochs=True)
-        progress.finish(self._done_in_bar())
+
+    def _train_and_look(self, batch: Any, tally: _Tally, progress: RunProgress) -> None:
+        ctx = self.train_batch(batch)
+        tally.count(ctx)
+        self._validate_on(steps=not ctx.step_skipped)
+        progress.advance(ctx, self._done_in_bar())
+
+    def _is_done(self) -> bool:
+        return self._goal is not None and self._done() >= self._goal
 
     def _validate_on(self, *, steps: bool = False, epochs: bool = False) -> None:
         plan = self.validation
@@ -324,10 +334,10 @@ class TrainingStrategy:
         return self.step_count if self.num_steps else self.epoch
 
     def _progress(self, loader: Iterable[Any]) -> RunProgress:
-        total: int | None = self._goal
+        goal, length = self._goal or 0, _length(loader)
         if not self.num_steps:
-            total = self._goal * len(loader) if isinstance(loader, Sized) else None
-        return RunProgress(total, self._done_in_bar(), self.progress)
+            goal = self.batch_count + (goal - self.epoch) * (length or 0)
+        return RunProgress(goal or None, self._done_in_bar(), self.progress)
 
     def _done_in_bar(self) -> int:
         return self.step_count if self.num_steps else self.batch_count
@@ -382,8 +392,15 @@ def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a stream: nobody knows how long it is
+        return None
+
+
 def _no_batches(loader: Iterable[Any], epoch: int) -> str:
-    used_up = iter(loader) is loader
+    used_up = isinstance(loader, Iterator)
     why = "it is an iterator, which is used up after one pass" if used_up else "it is empty"
     return (
         f"The loader ({type(loader).__name__}) gave no batches in epoch {epoch}: {why}; "
@@ -391,12 +408,31 @@ def _no_batches(loader: Iterable[Any], epoch: int) -> str:
     )
 
 
-def _no_progress(batches: int, vetoes: Counter[str]) -> str:
-    who = ", ".join(f"{name} {count} times" for name, count in vetoes.most_common())
-    causes = (
-        f"vetoed by {who}" if who else "no hook vetoed: no optimizer had a gradient, or every gradient was not finite"
-    )
-    return (
-        f"A whole pass over the loader ({batches} batches) went by without one optimizer step: {causes}. "
-        "Look at the loss and the gradients of the first batches; a lower learning rate or loss scale often helps."
-    )
+class _Tally:
+    """What became of the batches of one pass."""
+
+    def __init__(self) -> None:
+        self.steps = self.batches = self.open_windows = 0
+        self._vetoes = Counter[str]()
+
+    def count(self, ctx: TrainContext) -> None:
+        self.batches += 1
+        self.steps += not ctx.step_skipped
+        if ctx.outcome is not None:
+            self.open_windows += ctx.outcome.window_open
+            self._vetoes.update(f"{veto.hook} ({veto.reason})" for veto in ctx.outcome.vetoes)
+
+    def no_progress(self) -> str:
+        causes = [f"vetoed by {name} {count} times" for name, count in self._vetoes.most_common()]
+        if self.open_windows:
+            causes.append(
+                f"the window was still open after {self.open_windows} of them: "
+                "accumulate over fewer batches than a pass has"
+            )
+        if not causes:
+            causes.append("no hook vetoed: no optimizer had a gradient, or every gradient was not finite")
+        return (
+            f"A whole pass over the loader ({self.batches} batches) went by without one optimizer step: "
+            f"{'; '.join(causes)}. Look at the loss and the gradients of the first batches; "
+            "a lower learning rate or loss scale often helps."
+        )

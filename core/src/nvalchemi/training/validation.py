@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class Validation:
     weights: Weights = "auto"
 
     def __post_init__(self) -> None:
-        if iter(self.loader) is self.loader:
+        if isinstance(self.loader, Iterator):
             raise ValueError(
                 "Validation.loader is an iterator, which is used up after one pass; give a list or a DataLoader."
             )

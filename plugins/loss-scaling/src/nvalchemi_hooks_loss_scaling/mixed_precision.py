@@ -147,8 +147,8 @@ class MixedPrecisionHook(TrainingUpdateHook):
         """
         if state and "precision" not in state:
             raise ValueError(
-                f"MixedPrecisionHook: the saved state holds {sorted(state)} and no precision, so another hook has saved "
-                "it; load it there."
+                f"MixedPrecisionHook: the saved state holds {sorted(state)} and no precision: another hook saved it; "
+                "load it there."
             )
         saved = state.get("precision", self.precision)
         if saved != self.precision:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nvalchemi._lazy import door
 
 if TYPE_CHECKING:
+    from nvalchemi.training.hooks.decision import Reading as Reading
     from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator as TrainingUpdateOrchestrator
     from nvalchemi.training.hooks.stepping import StepOutcome as StepOutcome
     from nvalchemi.training.hooks.update import AlwaysVeto as AlwaysVeto
@@ -32,6 +33,7 @@ __getattr__, __dir__ = door(
     {
         "AlwaysVeto": "nvalchemi.training.hooks.update",
         "PassThrough": "nvalchemi.training.hooks.update",
+        "Reading": "nvalchemi.training.hooks.decision",
         "StepOutcome": "nvalchemi.training.hooks.stepping",
         "TrainingUpdateHook": "nvalchemi.training.hooks.update",
         "TrainingUpdateOrchestrator": "nvalchemi.training.hooks.orchestrator",

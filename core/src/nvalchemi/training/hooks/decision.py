@@ -65,8 +65,8 @@ class Decision:
         if not self._deferred:
             return None
         device = self._deferred[0].flag.device
-        flags = torch.stack([deferred.flag.to(device, torch.float32) for deferred in self._deferred])
-        return flags.ne(0).any().to(torch.float32)  # nan differs from 0
+        flags = torch.stack([deferred.flag.ne(0).to(device) for deferred in self._deferred])  # nan differs from 0
+        return flags.any().to(torch.float32)
 
     def resolve(self, others: Sequence[Tensor] = ()) -> list[float]:
         """Let the host know everything that was deferred, in one read; return the values of `others`."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 __all__ = ["OptimizerGradients", "combine_norms"]
 
+_IN_RANGE = (1e-15, math.inf)  # of a norm whose float32 sum of squares has neither overflowed nor lost its digits
+
 
 def combine_norms(norms: Sequence[Tensor], kind: float, device: torch.device) -> Tensor:
     """Return the norm of parts whose norms are known: 0-dim, on `device`; 0.0 of no parts."""
@@ -19,9 +21,9 @@ def combine_norms(norms: Sequence[Tensor], kind: float, device: torch.device) ->
         return torch.zeros((), device=device)
     if len(norms) == 1:
         return norms[0].to(device)
-    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    wide = torch.float32 if device.type == "mps" else torch.float64  # their squares have to fit
     combined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]), kind)
-    return combined
+    return combined if any(norm.dtype == torch.float64 for norm in norms) else combined.to(torch.float32)
 
 
 class OptimizerGradients:
@@ -41,7 +43,7 @@ class OptimizerGradients:
         self.scale: Tensor | None = None  # the loss scale, while it is pending
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.holds_inf = False  # the host's copy of `flag`
+        self.holds_inf: bool | None = None  # the host's copy of `flag`, once it was read
         self.division = ""  # how pending divisors reached the optimizer, once it has stepped
         self._flag: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
@@ -60,7 +62,8 @@ class OptimizerGradients:
     def flag(self) -> Tensor:
         """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
         if self._flag is None:
-            self._flag = torch.isfinite(self._raw_norm(2.0)).logical_not().to(torch.float32)
+            kind = math.inf if _hold_double(self.tensors) else 2.0  # a double sum of squares can overflow
+            self._flag = torch.isfinite(self._raw_norm(kind)).logical_not().to(torch.float32)
         return self._flag
 
     def norm(self, kind: float) -> Tensor:
@@ -68,6 +71,11 @@ class OptimizerGradients:
         pending = self.pending()
         norm = self._raw_norm(kind) if pending is None else self._raw_norm(kind) / pending
         return norm if _hold_double(self.tensors) else norm.to(torch.float32)
+
+    @property
+    def knows_norm(self) -> bool:
+        """Whether the L2 norm has been measured."""
+        return 2.0 in self._norms
 
     def norm_before_clipping(self) -> Tensor:
         """Return the L2 norm of the unscaled gradients, with whatever hooks divided out put back: 0-dim."""
@@ -134,11 +142,17 @@ class OptimizerGradients:
 
 def _norm(tensors: list[Tensor], kind: float) -> Tensor:
     norm = _norm_in(tensors, kind, exact=tensors[0].device.type == "cuda")
-    if norm.device.type == "cpu" and norm.dtype != torch.float64:
-        value: Any = norm.tolist()  # memory of the host is read without waiting
-        if not math.isfinite(value):  # a float32 sum of squares overflows long before an element does
-            norm = _norm_in(tensors, kind, exact=True)
+    if norm.device.type == "cpu" and not _IN_RANGE[0] < _on_host(norm) < _IN_RANGE[1]:
+        norm = _norm_in(tensors, kind, exact=True)
+        peak = _on_host(_norm_in(tensors, math.inf, exact=True))
+        if not math.isfinite(_on_host(norm)) and math.isfinite(peak):  # a float64 sum of squares has overflowed
+            norm = peak * _norm_in([tensor / peak for tensor in tensors], kind, exact=True)
     return norm
+
+
+def _on_host(norm: Tensor) -> float:
+    value: Any = norm.tolist()  # memory of the host is read without waiting
+    return float(value)
 
 
 def _norm_in(tensors: list[Tensor], kind: float, *, exact: bool) -> Tensor:

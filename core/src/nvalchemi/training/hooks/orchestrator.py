@@ -135,16 +135,20 @@ class TrainingUpdateOrchestrator:
 
     def _before_batch(self, ctx: TrainContext) -> None:
         ctx.step_skipped, ctx.outcome = False, None
-        ctx.window = None if self._window is None or self._window.closed else self._window
+        before = self._window
+        window = self._current(ctx)
         keep = False
         for child in self._before:
             keep |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, keep)
         if keep:
-            self._go_on_with_gradients(ctx)
-            return
-        for optimizer in ctx.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self._open_window(ctx)
+            _refuse_mixed_scales(before)
+        else:
+            for optimizer in ctx.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        if window is not before:
+            window.adopt(ctx.optimizers, ctx.grad_scaler)  # a child may have published a scaler
+        elif not keep:
+            self._open_window(ctx)
 
     def _backward(self, ctx: TrainContext) -> None:
         original, loss = ctx.loss, ctx.loss
@@ -172,6 +176,7 @@ class TrainingUpdateOrchestrator:
         ctx.step_skipped = outcome.skipped
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
+        window.voting = True
         for child in self._voting:
             if not child.defers_veto:
                 window.resolve()
@@ -182,6 +187,7 @@ class TrainingUpdateOrchestrator:
                 window.veto(child)
             if reads:
                 window.reread()
+        window.voting = False
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
         skipped = self.optimizer_step_skipped
@@ -293,7 +299,7 @@ class TrainingUpdateOrchestrator:
     ) -> tuple[bool, Tensor | None]:
         self._at_work = child
         if ctx.window is not None:
-            ctx.window.at_work = child
+            ctx.window.begin(child)
         answer = child(ctx, stage, will_skip)
         self._at_work = None
         if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
@@ -325,16 +331,14 @@ class TrainingUpdateOrchestrator:
             refuse_closure(type(optimizer))
         ctx.window = self._window = UpdateWindow(ctx.optimizers, ctx.grad_scaler)
 
-    def _go_on_with_gradients(self, ctx: TrainContext) -> None:
-        window = self._window
-        if window is not None and window.unscaled:
-            raise HookContractError(
-                "Gradients were to be kept at BEFORE_BATCH although their loss scale is divided out already, so the "
-                "next backward pass would add scaled gradients to true ones; a hook that accumulates sets "
-                "ctx.window_complete = False for as long as it wants to keep gradients."
-            )
-        if window is None or window.closed:
-            self._open_window(ctx)
+
+def _refuse_mixed_scales(window: UpdateWindow | None) -> None:
+    if window is not None and window.unscaled:
+        raise HookContractError(
+            "Gradients were to be kept at BEFORE_BATCH although their loss scale is divided out already, so the next "
+            "backward pass would add scaled gradients to true ones; a hook that accumulates sets "
+            "ctx.window_complete = False for as long as it wants to keep gradients."
+        )
 
 
 def _differentiable(loss: object, what: str) -> Tensor:

@@ -126,7 +126,7 @@ def _agree_over_ranks(window: UpdateWindow) -> None:
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return
     gradients = window.gradients
-    mine = [window.vetoed, window.decision.found_inf, *(g.holds_inf for g in gradients)]
+    mine = [window.vetoed, window.decision.found_inf, *(bool(g.holds_inf) for g in gradients)]
     device = window.device if distributed.get_backend() == "nccl" else torch.device("cpu")
     votes = torch.tensor(mine, dtype=torch.float32, device=device)
     distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)

@@ -40,8 +40,10 @@ class UpdateWindow:
         self.decision = Decision()
         self.closed = False
         self.unscaled = False  # the loss scale has been taken out of some gradients
-        self.at_work: TrainingUpdateHook | None = None
+        self.voting = False  # deferred vetoes count now
+        self._at_work: TrainingUpdateHook | None = None
         self._gradients: list[OptimizerGradients] | None = None
+        self._grad_norm: Tensor | None = None
         self._noted: str | None = None
 
     @property
@@ -104,7 +106,10 @@ class UpdateWindow:
     @property
     def grad_norm(self) -> Tensor:
         """The global L2 norm of the true gradients before clipping: 0-dim."""
-        return combine_norms([g.norm_before_clipping() for g in self._with_gradients()], 2.0, self.device)
+        if self._grad_norm is None:
+            norms = [gradients.norm_before_clipping() for gradients in self._with_gradients()]
+            self._grad_norm = combine_norms(norms, 2.0, self.device)
+        return self._grad_norm
 
     def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
@@ -132,13 +137,18 @@ class UpdateWindow:
 
     def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto`."""
-        hook: TrainingUpdateHook | None = self.at_work
+        hook = self._at_work
         if hook is None or not hook.defers_veto:
             who = (
                 "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"
             )
             raise HookContractError(
                 f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
+            )
+        if not self.voting:
+            raise HookContractError(
+                f"{type(hook).__name__} deferred a veto outside before_optimizer_step, where nobody would act on it; "
+                "defer it there."
             )
         if not isinstance(flag, Tensor) or flag.dim() != 0:
             got = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
@@ -162,21 +172,32 @@ class UpdateWindow:
 
     # What the orchestrator does with it.
 
+    def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
+        """Take over optimizers and scaler as they are now, before anything was computed."""
+        self.optimizers, self.scaler = optimizers, drive(scaler)
+
+    def begin(self, hook: TrainingUpdateHook) -> None:
+        """Note which hook is about to be called."""
+        self._at_work, self._noted = hook, None
+
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
         if not self.unscaled:
-            self._gradients = None
+            self._gradients = self._grad_norm = None
 
     def reread(self) -> None:
         """Look at ``.grad`` anew, after a hook that may have changed it; found-inf stays what backward left."""
-        for gradients in self._with_gradients():
+        measured = self._with_gradients()
+        if measured and all(gradients.knows_norm for gradients in measured):
+            _ = self.grad_norm  # it stays what it was before the change
+        for gradients in measured:
             if self.scaler is not None:
                 gradients.flag()
             gradients.collect()
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
-        measured = [] if self.scaler is None else self._with_gradients()
+        measured = [g for g in self._with_gradients() if g.holds_inf is None] if self.scaler is not None else []
         flags = self.decision.resolve([gradients.flag() for gradients in measured])
         for gradients, flag in zip(measured, flags, strict=True):
             gradients.holds_inf = flag != 0

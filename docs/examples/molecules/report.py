@@ -1,0 +1,115 @@
+"""What came of a training: a table for a person, figures as JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import Frame, collate
+from evaluate import Errors
+from model import Prediction
+from rich.table import Table
+from torch import Tensor
+
+from nvalchemi.hooks import TrainContext
+from nvalchemi.training import TrainingStage
+
+
+class Recorder:
+    """A plain hook that keeps the learning curves and counts the steps that were not taken."""
+
+    frequency = 1
+    stage = None
+
+    def __init__(self) -> None:
+        self.training: list[Tensor] = []  # the force error of each batch; read at the end, so no device has to wait
+        self.validation: list[tuple[int, float]] = []
+        self.vetoed = 0
+
+    def _runs_on_stage(self, stage: TrainingStage) -> bool:
+        return stage in (TrainingStage.AFTER_BATCH, TrainingStage.AFTER_VALIDATION)
+
+    def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
+        """Note what has just happened."""
+        if stage is TrainingStage.AFTER_BATCH:
+            self.training.append(ctx.losses["force_mae"])
+            self.vetoed += ctx.step_skipped and ctx.window_complete
+        elif ctx.validation is not None:
+            self.validation.append((ctx.batch_count, ctx.validation["force_mae"]))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of a run; None where no averaged weights were kept."""
+
+    baseline: Errors
+    live: Errors
+    averaged: Errors | None
+    steps: int
+    vetoed: int
+    clipped: int
+    seconds: float
+
+    def table(self) -> Table:
+        """Lay them out for a person."""
+        table = Table(
+            title="mean absolute errors on held-out configurations",
+            caption=f"{self.steps} steps taken, {self.vetoed} vetoed, {self.clipped} clipped, in {self.seconds:.0f} s",
+        )
+        table.add_column("weights")
+        for heading in ("energy, meV/atom", "better by", "forces, meV/Å", "better by"):
+            table.add_column(heading, justify="right")
+        for name, errors in (("trivial", self.baseline), ("live", self.live), ("averaged", self.averaged)):
+            if errors is None:
+                table.add_row(name, *("not kept",) * 4)
+            else:
+                energy, forces = (f"{base / own:.1f} x" for base, own in zip(self.baseline, errors, strict=True))
+                table.add_row(name, f"{errors.energy_mae:.2f}", energy, f"{errors.force_mae:.1f}", forces)
+        return table
+
+    def write(self, file: Path) -> None:
+        """Write them as JSON, with their units."""
+        figures = {key: value._asdict() if isinstance(value, Errors) else value for key, value in vars(self).items()}
+        figures["units"] = {"energy_mae": "meV/atom", "force_mae": "meV/Å"}
+        file.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def plot(file: Path, recorder: Recorder, baseline: Errors, prediction: Prediction, frames: list[Frame]) -> None:
+    """Draw the learning curves and two parity plots.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    curves, forces, energies = figure.subplots(1, 3)
+    _learning_curves(curves, recorder, baseline)
+    true = collate(frames)
+    _parity(forces, true.forces.flatten(), prediction.forces.flatten(), "force component, eV/Å")
+    level = torch.stack([true.energy[true.sizes == size].mean() for size in true.sizes])
+    _parity(energies, true.energy - level, prediction.energy - level, "energy above the mean, eV")
+    figure.savefig(file, dpi=110)
+
+
+def _learning_curves(axes: Any, recorder: Recorder, baseline: Errors) -> None:
+    training = 1e3 * torch.stack(recorder.training).cpu()
+    axes.plot(range(1, len(training) + 1), training, color="tab:gray", linewidth=0.5, alpha=0.6, label="training batch")
+    if recorder.validation:
+        steps, errors = zip(*recorder.validation, strict=True)
+        axes.plot(steps, [1e3 * error for error in errors], "o-", markersize=3, label="validation")
+    axes.axhline(baseline.force_mae, color="black", linestyle="--", label="no forces at all")
+    axes.set(xlabel="batch", ylabel="mean absolute force error, meV/Å", yscale="log", title="learning curves")
+    axes.legend()
+
+
+def _parity(axes: Any, true: Tensor, predicted: Tensor, quantity: str) -> None:
+    low, high = float(true.min()), float(true.max())
+    axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+    axes.plot(true, predicted, ".", markersize=2, alpha=0.4)
+    axes.set(xlabel=f"reference {quantity}", ylabel="predicted", title="held-out configurations", aspect="equal")

@@ -1,0 +1,210 @@
+"""Train a small interatomic potential on energies and forces from quantum chemistry, with hooks that are found by name.
+
+Without arguments it learns ethanol, acetone and acetamide at 500 K from GFN2-xTB (data/README.md) on one processor core,
+using every official hook that is installed. Then it compares the live and the averaged weights, on configurations from
+the end of each trajectory, with a prediction that costs nothing: the mean energy of the composition, and no forces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import Batch, DataError, Split, batches, fit_reference, load, split
+from evaluate import errors_of, predict, trivial
+from model import Potential, Prediction
+from report import Recorder, Report, plot
+from rich.console import Console
+from torch import Tensor
+
+from nvalchemi.errors import HookConflictError
+from nvalchemi.hooks import HookState, list_hooks
+from nvalchemi.training import OptimizerConfig, TrainingStrategy, Validation
+
+EPOCHS, BATCH_SIZE, LEARNING_RATE = 30, 16, 6e-3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed_precision": {},  # --precision
+    "scaler_veto": {},
+    "grad_clip": {"max_norm": 0.5},
+    "ema": {"decay": 0.99},
+}
+"""The hooks that are active unless --hooks says otherwise, as far as they are installed, and what they are told."""
+
+EXAMPLES = """\
+examples:
+  python train.py                              the whole run, on the embedded data
+  python train.py --steps 200 --json out.json  a short one, with its figures in a file
+  python train.py --hooks ema                  one hook alone; all that can be named: nvalchemi hooks list
+  python train.py --precision fp16             half precision: the loss is scaled, and some first steps are vetoed
+  python train.py --data my.xyz --epochs 100   your own trajectory (extended XYZ: energy in eV, forces in eV/Å)
+
+figures of --json: errors are mean absolute errors, energies in meV/atom, forces in meV/Å for each component.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read, train, evaluate, report."""
+    parser = command_line()
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    console = Console()
+    try:
+        for file in filter(None, (options.json, options.plot)):
+            refuse_missing_folder(file)
+        trajectories = load(options.data)
+        parts = split(trajectories)
+        hooks = chosen_hooks(options.hooks, options.precision)
+        recorder = Recorder()
+        loader = batches(parts.training, BATCH_SIZE, shuffle=True)
+        strategy = build_strategy(parts, loader, [*hooks, recorder], options)
+    except (DataError, LookupError, ImportError, HookConflictError, OSError) as refusal:
+        parser.error(str(refusal))
+    console.print(
+        f"{', '.join(trajectory.name for trajectory in trajectories)}: {len(parts.training)} configurations to train "
+        f"on, {len(parts.validation)} for the learning curve, {len(parts.held_out)} held out; "
+        f"hooks: {', '.join(name for hook in hooks for name in hook) or 'none'}",
+        highlight=False,
+    )
+
+    start = time.perf_counter()
+    strategy.run(loader)
+    live, averaged = (predict(strategy, parts.held_out, weights) for weights in ("live", "averaged"))
+    report = Report(
+        baseline=errors_of(trivial(parts), parts.held_out),
+        live=errors_of(live, parts.held_out),
+        averaged=averaged and errors_of(averaged, parts.held_out),
+        steps=strategy.step_count,
+        vetoed=recorder.vetoed,
+        clipped=sum(getattr(hook, "clipped_steps", 0) for hook in strategy.orchestrator.iter_hooks()),
+        seconds=time.perf_counter() - start,
+    )
+    console.print(report.table())
+    if options.json:
+        report.write(options.json)
+        console.print(f"figures written to {options.json.resolve()}", soft_wrap=True, highlight=False)
+    try:
+        plot(options.plot, recorder, report.baseline, averaged or live, parts.held_out)
+        console.print(f"picture written to {options.plot.resolve()}", soft_wrap=True, highlight=False)
+    except ImportError as missing:
+        console.print(f"no picture: {missing}; pip install matplotlib", highlight=False)
+
+
+def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) -> TrainingStrategy:
+    """Put model, optimizer, schedule, loss and hooks together."""
+    unit = torch.cat([frame.forces for frame in parts.training]).square().mean().sqrt().item()
+    steps = options.steps or options.epochs * len(loader)
+
+    def loss_fn(predictions: Prediction, batch: Batch) -> dict[str, Tensor]:
+        energy = (predictions.energy - batch.energy) / batch.sizes
+        forces = predictions.forces - batch.forces
+        return {
+            "loss": (forces / unit).square().mean() + 2 * (energy / unit).square().mean().float(),
+            "energy_mae": energy.detach().abs().mean(),
+            "force_mae": forces.detach().abs().mean(),
+        }
+
+    return TrainingStrategy(
+        models=Potential(fit_reference(parts.training), scale=unit),
+        optimizer_configs=OptimizerConfig(
+            optimizer_cls="AdamW",
+            optimizer_kwargs={"lr": LEARNING_RATE, "weight_decay": 1e-4, "fused": True},
+            scheduler_cls="OneCycleLR",
+            scheduler_kwargs={"max_lr": LEARNING_RATE, "total_steps": steps, "pct_start": 0.1},
+        ),
+        loss_fn=loss_fn,
+        num_steps=options.steps,
+        num_epochs=None if options.steps else options.epochs,
+        hooks=hooks,
+        devices=options.device,
+        validation=Validation(loader=batches(parts.validation), every_steps=max(1, steps // 40)),
+    )
+
+
+def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, Any]]]:
+    """Name the hooks of this run with their arguments, as ``TrainingStrategy(hooks=...)`` takes them.
+
+    Raises
+    ------
+    LookupError
+        The precision is not fp32, and the hook that provides it is not among them.
+    """
+    installed = {hook.name for hook in list_hooks() if hook.state is HookState.AVAILABLE}
+    chosen = [name for name in SETTINGS if name in installed] if names is None else names.split(",")
+    chosen = [name.strip() for name in chosen if name.strip()]
+    settings = SETTINGS | {"mixed_precision": {"precision": precision}}
+    if precision != "fp32" and "mixed_precision" not in chosen:
+        raise LookupError(
+            f"--precision {precision} needs the hook mixed_precision, which is not active; "
+            "add it to --hooks, or install it: pip install 'nvalchemi-hooks[loss-scaling]'"
+        )
+    return [{name: settings.get(name, {})} for name in chosen]
+
+
+def refuse_missing_folder(file: Path) -> None:
+    """Find out before the training, not after it, that a result could not be written."""
+    if not file.resolve().parent.is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.resolve().parent}")
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Describe the flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive, metavar="N", help="train for N executed optimizer steps")
+    length.add_argument(
+        "--epochs",
+        type=positive,
+        default=EPOCHS,
+        metavar="N",
+        help="or for N passes over the data (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hooks", metavar="NAME,...", help=f"default: {','.join(SETTINGS)}, where installed; '' is none"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the forward pass (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data", type=files, default=(), metavar="FILE,...", help="extended XYZ, in place of the embedded trajectories"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("molecules.png"),
+        metavar="FILE",
+        help="picture to write (default: %(default)s)",
+    )
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="of torch (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where to train (default: %(default)s)")
+    return parser
+
+
+def positive(text: str) -> int:
+    """Read a number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def files(text: str) -> tuple[Path, ...]:
+    """Read one path, or several with commas between."""
+    return tuple(Path(part) for part in ([text] if Path(text).exists() else text.split(",")) if part)
+
+
+if __name__ == "__main__":
+    main()

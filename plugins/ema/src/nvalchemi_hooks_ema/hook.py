@@ -1,0 +1,225 @@
+"""When a model's average is updated: configuration, stages and state of `EMAHook`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from nvalchemi.training import bare_module
+from nvalchemi.training.hooks import TrainingUpdateHook
+from nvalchemi_hooks_ema.building import averaged_copy, finished
+from nvalchemi_hooks_ema.shadow import Shadow
+from nvalchemi_hooks_ema.state import plain_copy, refuse_other_settings, update_count
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks import TrainContext
+
+__all__ = ["EMAHook"]
+
+
+class EMAHook(TrainingUpdateHook, BaseModel):
+    r"""Keep an exponential moving average of a model's weights.
+
+    After every executed optimizer step the averaged weights :math:`e` follow the live ones :math:`w`,
+
+    .. math:: e_t = d \, e_{t-1} + (1 - d) \, w_t ,
+
+    beginning with a copy, :math:`e_1 = w_1`. It only observes: the live model, its gradients and its optimizers stay as
+    they are, and a step that was skipped leaves the average as it is, bit for bit.
+
+    Parameters
+    ----------
+    model_key : str
+        Which of ``ctx.models`` is averaged; not empty.
+    decay : float
+        :math:`d`, from 0 to below 1; the average remembers some ``1 / (1 - decay)`` updates.
+    update_every : int
+        Update at every `update_every`-th step, counted from the beginning of training; at least 1.
+    start_step : int
+        The first step after which there may be an update, counted from 1; at least 0.
+    use_buffers : bool
+        Average floating buffers too; if False they are copied. Integer and boolean buffers, and the unit vectors of
+        spectral norm, are always copied.
+    num_updates : int
+        Updates so far; at least 0. It counts on from there.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        A value is out of bounds, or a keyword is unknown; the field is named.
+
+    Notes
+    -----
+    The average is built at SETUP, else at the first step that counts, from the model without its wrappers
+    (``DistributedDataParallel``, ``torch.compile``), and lives on the model's devices in the model's dtypes. Weights in
+    bfloat16 or float16 are averaged in float32 accumulators, of which the averaged model holds the rounded values.
+
+    To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
+
+        torch.save({"model": model.state_dict(), "ema": hook.state_dict()}, path)
+        ...
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        hook = EMAHook(decay=0.99)
+        hook.load_state_dict(saved["ema"])
+
+    References
+    ----------
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim. 30 (1992).
+    Morales-Brotons, Vogels and Hendrikx, "Exponential moving average of weights in deep learning: dynamics and
+    benefits", Transactions on Machine Learning Research (2024).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nvalchemi.hooks import TrainContext
+    >>> from nvalchemi.training import TrainingStage
+    >>> from nvalchemi.training.hooks import TrainingUpdateOrchestrator
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> hook = EMAHook(decay=0.5)
+    >>> update = TrainingUpdateOrchestrator(hook)
+    >>> for step, weight in enumerate([1.0, 3.0]):
+    ...     _ = torch.nn.init.constant_(model.weight, weight)  # stands for an optimizer's step
+    ...     update(TrainContext(models={"main": model}, step_count=step), TrainingStage.AFTER_OPTIMIZER_STEP)
+    >>> hook.get_averaged_model().module.weight.item(), hook.num_updates
+    (2.0, 2)
+
+    The same in a hook that goes on elsewhere:
+
+    >>> resumed = EMAHook(decay=0.5)
+    >>> resumed.load_state_dict(hook.state_dict())
+    >>> TrainingUpdateOrchestrator(resumed)(
+    ...     TrainContext(models={"main": model}, step_count=2), TrainingStage.AFTER_OPTIMIZER_STEP)
+    >>> resumed.get_averaged_model().module.weight.item(), resumed.num_updates
+    (2.5, 3)
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    reads_grad: ClassVar[bool] = False  # type: ignore[misc]  # pydantic would take it for a field otherwise
+
+    model_key: str = Field(default="main", min_length=1)
+    decay: float = Field(default=0.999, ge=0.0, lt=1.0)
+    update_every: int = Field(default=1, ge=1)
+    start_step: int = Field(default=0, ge=0)
+    use_buffers: bool = True
+    num_updates: int = Field(default=0, ge=0)
+
+    _shadow: Shadow | None = PrivateAttr(default=None)
+    _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
+
+    # Two hooks of equal configuration are two hooks; comparing field by field would compare tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def state_key(self) -> str:
+        """The label, else the name with every setting that is not the default, ``ema[decay=0.99]`` for example."""
+        if self.label is not None:
+            return self.label
+        fields = type(self).model_fields
+        own = [f"{name}={value}" for name, value in self._settings().items() if value != fields[name].default]
+        return f"{self.name}[{','.join(own)}]" if own else self.name
+
+    def setup(self, ctx: TrainContext) -> None:
+        """Build the average, or fit one that was restored to the model as it is now."""
+        self._fitted_shadow(self._source(ctx))
+
+    def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
+        """Update the average if the step was executed and is one that counts."""
+        completed = ctx.step_count + 1
+        if skipped or completed < self.start_step or completed % self.update_every:
+            return
+        source = self._source(ctx)
+        (self._shadow or self._fitted_shadow(source)).update(source)
+        self.num_updates += 1
+
+    def get_averaged_model(self) -> AveragedModel:
+        """Return the averaged model: in eval mode, without gradients, up to date.
+
+        Raises
+        ------
+        RuntimeError
+            It is not built yet.
+        """
+        if self._shadow is None:
+            raise RuntimeError(
+                f"EMAHook has no averaged model of {self.model_key!r} yet: it is built at SETUP, or else at the first "
+                f"executed step that counts (start_step={self.start_step}, update_every={self.update_every})."
+            )
+        return self._shadow.averaged
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return settings, counter and average as plain data that later training does not change.
+
+        Returns
+        -------
+        dict
+            The settings, ``num_updates``, and once they are there ``averaged_model_state`` and ``accumulators``
+            (float32, by name, only for weights in bfloat16 and float16). It loads with
+            ``torch.load(weights_only=True)``.
+        """
+        waiting = {name: plain_copy(value) for name, value in self._pending.items()}
+        held = self._shadow.state() if self._shadow is not None else waiting
+        return {**self._settings(), "num_updates": self.num_updates, **held}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state. Before the average is built, the weights in it wait until then.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned. Settings and ``num_updates`` may be absent; without ``averaged_model_state``
+            there is no average any more, and it is built anew.
+
+        Raises
+        ------
+        ValueError
+            A setting differs, or the averaged weights do not fit: both values are named, nothing has changed.
+        """
+        refuse_other_settings(self._settings(), state)
+        num_updates = update_count(state, default=self.num_updates)
+        weights = state.get("averaged_model_state")
+        if weights is None:
+            self._shadow, self._pending = None, {}
+        elif self._shadow is not None:
+            self._shadow.load(weights, state.get("accumulators", {}))
+        else:
+            held = {"averaged_model_state": weights, "accumulators": state.get("accumulators", {})}
+            self._pending = {name: plain_copy(value) for name, value in held.items() if value}
+        self.num_updates = num_updates
+
+    def _build_averaged_model(self, source: nn.Module) -> AveragedModel:
+        """Return an `AveragedModel` around a copy of `source`, the model without its wrappers.
+
+        Override it to supply a copy of your own, a sharded one for example. The hook updates the copy by itself, so the
+        averaging function that it was built with does not matter.
+        """
+        return averaged_copy(source, decay=self.decay, use_buffers=self.use_buffers)
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "num_updates"}
+
+    def _source(self, ctx: TrainContext) -> nn.Module:
+        try:
+            return bare_module(ctx.models[self.model_key])
+        except KeyError:
+            raise KeyError(
+                f"EMAHook averages the model {self.model_key!r}, but the models are {sorted(ctx.models)}; "
+                "set model_key to one of them."
+            ) from None
+
+    def _fitted_shadow(self, source: nn.Module) -> Shadow:
+        shadow = self._shadow
+        if shadow is None:
+            builder = f"{type(self).__name__}._build_averaged_model"
+            averaged = finished(self._build_averaged_model(source), builder)
+            shadow = Shadow(averaged, decay=self.decay, use_buffers=self.use_buffers)
+        shadow.match(source)
+        if self._pending:
+            shadow.load(self._pending["averaged_model_state"], self._pending.get("accumulators", {}))
+        self._shadow, self._pending = shadow, {}
+        return shadow

@@ -1,0 +1,177 @@
+"""The averaged model at work: it follows a live model, with accumulators where the weights are of low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from nvalchemi_hooks_ema.pairing import Pair, named_tensors, pair_up, prefix_between
+from nvalchemi_hooks_ema.plan import Plan
+from nvalchemi_hooks_ema.state import plain_copy, refuse_other_weights, renamed
+
+__all__ = ["Shadow"]
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_INNER = "module."  # where an AveragedModel keeps the copy
+
+
+class Shadow:
+    """An `AveragedModel` that follows a live model without a host read.
+
+    Parameters
+    ----------
+    averaged : torch.optim.swa_utils.AveragedModel
+        The copy. When it is matched, it is put into eval mode and needs no gradients any more.
+    decay : float
+        The weight of the average so far.
+    use_buffers : bool
+        Whether floating buffers are averaged; otherwise they are copied.
+
+    Attributes
+    ----------
+    averaged : torch.optim.swa_utils.AveragedModel
+        The averaged model, up to date after every `update`.
+    accumulators : dict of str to torch.Tensor
+        float32 averages of the tensors in bfloat16 and float16, by name; the averaged model holds them rounded.
+    """
+
+    _plan: Plan | None
+    _counted: tuple[Tensor, int] | None  # n_averaged, and its version when it was known to be above 0
+    _written: list[int]  # the versions of the rounded tensors when they matched their accumulators
+
+    def __init__(self, averaged: AveragedModel, *, decay: float, use_buffers: bool) -> None:
+        self.averaged = averaged
+        self.accumulators: dict[str, Tensor] = {}
+        self._weight = 1 - decay
+        self._use_buffers = use_buffers
+        self._forget()
+
+    def match(self, source: nn.Module) -> None:
+        """Bring device and dtype of every tensor in line with the live model, and prepare the updates.
+
+        Parameters
+        ----------
+        source : torch.nn.Module
+            The live model without its wrappers.
+
+        Raises
+        ------
+        ValueError
+            The two models do not belong together; the first parameter that does not match is named.
+        """
+        self._accept_writes()
+        self._drop_wrapper(source)
+        pairs = pair_up(self.averaged.module, source, use_buffers=self._use_buffers)
+        self.averaged.eval().requires_grad_(False)
+        for pair in pairs:
+            self._align(pair)
+        self._plan = Plan.of(source, self.averaged.module, pairs, self.accumulators, self._weight)
+        self._note_writes()
+
+    @torch.no_grad()
+    def update(self, source: nn.Module) -> None:
+        """Follow the live model: the first time by a copy, then by ``decay * old + (1 - decay) * new``.
+
+        Parameters
+        ----------
+        source : torch.nn.Module
+            The live model without its wrappers.
+        """
+        if self._plan is None or not self._plan.fits(source, self.averaged.module):
+            self.match(source)
+        assert self._plan is not None
+        self._accept_writes()
+        for call in self._plan.copying if self._is_fresh() else self._plan.blending:
+            call()
+        counter = self.averaged.n_averaged
+        counter.add_(1)
+        self._counted = counter, counter._version
+        self._note_writes()
+
+    def state(self) -> dict[str, Any]:
+        """Return the averaged model's state and, where there are any, the accumulators; nothing in it is shared."""
+        self._accept_writes()
+        state: dict[str, Any] = {"averaged_model_state": plain_copy(self.averaged.state_dict())}
+        if self.accumulators:
+            state["accumulators"] = plain_copy(self.accumulators)
+        return state
+
+    def load(self, averaged_model_state: Mapping[str, Any], accumulators: Mapping[str, Tensor]) -> None:
+        """Take over a state, in place.
+
+        Parameters
+        ----------
+        averaged_model_state : mapping of str to Any
+            The state of the averaged model. Its names may have one prefix more or less, that of a wrapper.
+        accumulators : mapping of str to torch.Tensor
+            Those that the state holds; where one is missing it starts from the averaged weight.
+
+        Raises
+        ------
+        ValueError
+            Names or shapes differ; nothing has changed.
+        """
+        needed = self.averaged.state_dict()
+        known = {**{_INNER + name: value for name, value in self.accumulators.items()}, **needed}
+        precise = {**averaged_model_state, **{_INNER + name: value for name, value in accumulators.items()}}
+        state = renamed(precise, known, below=_INNER)
+        refuse_other_weights(state, needed, known)
+        self.averaged.load_state_dict({name: state[name] for name in needed})
+        for name, accumulator in self.accumulators.items():
+            accumulator.copy_(state.get(_INNER + name, accumulator))
+        self._note_writes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: lists of tensors, and versions."""
+        self._accept_writes()
+        return {name: value for name, value in vars(self).items() if name not in ("_plan", "_counted", "_written")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plan, self._counted, self._written = None, None, []
+
+    def _is_fresh(self) -> bool:
+        counter = self.averaged.n_averaged
+        if self._counted is not None and self._counted[0] is counter and self._counted[1] == counter._version:
+            return False
+        return int(counter) == 0  # read only where somebody else may have written it
+
+    def _accept_writes(self) -> None:
+        """Where somebody else wrote averaged weights that are rounded, the accumulators go on from there."""
+        if self._plan is not None:
+            for (accumulator, average), version in zip(self._plan.rounded, self._written, strict=True):
+                if average._version != version:
+                    accumulator.copy_(average)
+
+    def _note_writes(self) -> None:
+        self._written = [average._version for _, average in self._plan.rounded] if self._plan is not None else []
+
+    def _drop_wrapper(self, source: nn.Module) -> None:
+        """Where the copy was made of a wrapper and the live model is bare now, keep the bare part, and its names."""
+        prefix = prefix_between(named_tensors(self.averaged.module), named_tensors(source))
+        if prefix is not None:
+            self.averaged.module = self.averaged.module.get_submodule(prefix.removesuffix("."))
+            self.accumulators = {name.removeprefix(prefix): value for name, value in self.accumulators.items()}
+
+    def _align(self, pair: Pair) -> None:
+        average, live = pair.average, pair.live
+        precise = self.accumulators.pop(pair.name, average.detach())
+        if pair.blended and live.dtype in _LOW_PRECISION:
+            own = precise is not average and precise.dtype == torch.float32 and precise.data_ptr() != average.data_ptr()
+            self.accumulators[pair.name] = precise.to(live.device, torch.float32, copy=not own)
+        misplaced = (average.device, average.dtype) != (live.device, live.dtype)
+        if misplaced or _cannot_be_written(average, live):
+            average.data = precise.to(live.device, live.dtype, copy=True)
+
+
+def _cannot_be_written(average: Tensor, live: Tensor) -> bool:
+    """Whether writing the average would write the live tensor, or one element through another (an expanded tensor)."""
+    shared = average.data_ptr() == live.data_ptr() != 0
+    return shared or any(step == 0 and size > 1 for step, size in zip(average.stride(), average.shape, strict=True))
