@@ -1,4 +1,4 @@
-"""Errors on held-out configurations: of the live weights, of the averaged ones, and of a prediction that costs nothing."""
+"""Errors on held-out configurations: of the live weights, the averaged ones, and a prediction that costs nothing."""
 
 from __future__ import annotations
 

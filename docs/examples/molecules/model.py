@@ -1,9 +1,9 @@
 """A small interatomic potential in plain torch: message passing through the moments of each atom's surroundings.
 
-Every atom carries features ``s``. A layer lets each neighbour send features weighted by learnt functions of its distance,
-collects them as moments of the direction (a scalar, a vector, a traceless matrix), and takes from the moments what no
-rotation changes: the scalar, the two lengths, and how the matrix stretches the vector. The energy is a sum over atoms;
-forces are its negative gradient with respect to the positions, so training differentiates twice.
+Every atom carries features ``s``. A layer lets each neighbour send features weighted by learnt functions of the
+distance, collects them as moments of the direction (a scalar, a vector, a traceless matrix), and takes from the moments
+what no rotation changes: the scalar, two lengths, and how the matrix stretches the vector. The energy is a sum over
+atoms; forces are its negative gradient with respect to the positions, so training differentiates twice.
 
 It is SchNet (Schütt et al., J. Chem. Phys. 148, 241722, 2018) with angular moments like those of moment tensor
 potentials (Shapeev, Multiscale Model. Simul. 14, 1153, 2016).

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Frame, collate
+from data import Frame, collate, composition_means
 from evaluate import Errors
 from model import Prediction
 from rich.table import Table
@@ -92,7 +92,8 @@ def plot(file: Path, recorder: Recorder, baseline: Errors, prediction: Predictio
     _learning_curves(curves, recorder, baseline)
     true = collate(frames)
     _parity(forces, true.forces.flatten(), prediction.forces.flatten(), "force component, eV/Å")
-    level = torch.stack([true.energy[true.sizes == size].mean() for size in true.sizes])
+    means = composition_means(frames)
+    level = torch.tensor([means[frame.composition] for frame in frames], dtype=torch.float64)
     _parity(energies, true.energy - level, prediction.energy - level, "energy above the mean, eV")
     figure.savefig(file, dpi=110)
 

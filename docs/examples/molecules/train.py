@@ -1,8 +1,8 @@
 """Train a small interatomic potential on energies and forces from quantum chemistry, with hooks that are found by name.
 
-Without arguments it learns ethanol, acetone and acetamide at 500 K from GFN2-xTB (data/README.md) on one processor core,
-using every official hook that is installed. Then it compares the live and the averaged weights, on configurations from
-the end of each trajectory, with a prediction that costs nothing: the mean energy of the composition, and no forces.
+Without arguments it learns ethanol, acetone and acetamide at 500 K from GFN2-xTB (data/README.md) on one processor
+core, with every official hook that is installed. Then it compares the live and the averaged weights, on configurations
+from the end of each trajectory, with a prediction that costs nothing: the mean energy of the composition, no forces.
 """
 
 from __future__ import annotations
@@ -165,17 +165,15 @@ def command_line() -> argparse.ArgumentParser:
         metavar="N",
         help="or for N passes over the data (default: %(default)s)",
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--hooks", metavar="NAME,...", help=f"default: {','.join(SETTINGS)}, where installed; '' is none"
+        "--hooks", metavar="NAME,...", help=f"default: {','.join(SETTINGS)} as far as installed; '' is none"
     )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="of the forward pass (default: %(default)s)",
+        help="of the forward (default: %(default)s)",
     )
     parser.add_argument(
         "--data", type=files, default=(), metavar="FILE,...", help="extended XYZ, in place of the embedded trajectories"
@@ -186,7 +184,7 @@ def command_line() -> argparse.ArgumentParser:
         type=Path,
         default=Path("molecules.png"),
         metavar="FILE",
-        help="picture to write (default: %(default)s)",
+        help="picture (default: %(default)s)",
     )
     parser.add_argument("--threads", type=positive, default=1, metavar="N", help="of torch (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where to train (default: %(default)s)")

@@ -148,3 +148,27 @@ def test_an_optimizer_that_raises_leaves_no_trace(make_loop, scale, folding_scal
     assert not hasattr(optimizer, "grad_scale")
     loop.batch(2.0)
     assert loop.values == [-1.0]
+
+
+def test_nobody_is_blamed_for_what_no_hook_did(make_loop):
+    """An optimizer or a backward pass that raises is blamed on no hook."""
+
+    class Both(TrainingUpdateHook):
+        def transform_loss(self, ctx, loss):
+            return loss * 1.0
+
+        def before_optimizer_step(self, ctx, *, will_skip):
+            return True
+
+    def fail(*_):
+        raise OSError("mine")
+
+    loop = make_loop(Both())
+    loop.optimizers[0].register_step_pre_hook(fail)
+    with pytest.raises(OSError, match="mine") as caught:
+        loop.batch(1.0)
+    assert not hasattr(caught.value, "__notes__")
+    loop.parameters[0].register_hook(fail)
+    with pytest.raises(OSError, match="mine") as caught:
+        loop.batch(1.0)
+    assert not hasattr(caught.value, "__notes__")

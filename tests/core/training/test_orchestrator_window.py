@@ -161,3 +161,22 @@ def test_ctx_window_complete_is_true_by_default(make_loop):
     assert loop.context().window_complete is True
     loop.batch(torch.tensor(1.0))
     assert loop.values == [0.0]
+
+
+@pytest.mark.parametrize("kind", ["counting_scaler", "public_scaler", "folding_scaler"])
+def test_gradients_without_their_scale_are_not_added_to(make_loop, recorder, scale, request, kind):
+    """Keeping gradients whose loss scale is divided out already is refused, with what an accumulating hook does."""
+    loop = make_loop(recorder(votes={"BEFORE_BATCH": False}), scale(request.getfixturevalue(kind)()))
+    loop.batch(1.0)
+    with pytest.raises(TypeError, match="loss scale is divided out.*ctx.window_complete = False"):
+        loop.batch(1.0)
+    assert loop.values == [0.0]
+
+
+@pytest.mark.parametrize("kind", ["counting_scaler", "public_scaler", "folding_scaler"])
+def test_vetoed_gradients_may_be_kept_under_a_scale(make_loop, recorder, scale, veto, request, kind):
+    """Gradients of a vetoed step that were kept are added to under the same scale, and stepped on together."""
+    loop = make_loop(recorder(votes={"BEFORE_BATCH": False}), scale(request.getfixturevalue(kind)()), veto(0))
+    loop.batch(1.0)
+    loop.batch(2.0)
+    assert loop.values == [1.0 - 3.0]

@@ -257,11 +257,14 @@ class TrainContext(HookContext):
 
     def close(self, error: BaseException | None = None) -> None:
         """Close what was opened for this batch and let go of the graph."""
-        if self.loss is not None:
-            self.loss = self.loss.detach()
-        if self.losses:
-            self.losses = {name: value.detach() for name, value in self.losses.items()}
+        self.let_go_of_graph()
         super(TrainContext, self).close(error)  # noqa: UP008 - a slotted dataclass is made anew, bare super() misses it
+
+    def let_go_of_graph(self) -> None:
+        """Detach the loss and its parts."""
+        self.loss = _detached(self.loss)
+        if self.losses:
+            self.losses = {name: _detached(value) for name, value in self.losses.items()}
 
     def _window(self, asked: str) -> UpdateWindow:
         if self.window is None:
@@ -270,6 +273,10 @@ class TrainContext(HookContext):
                 "call the orchestrator at TrainingStage.BEFORE_BATCH first."
             )
         return self.window
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def _main_model(ctx: TrainContext) -> nn.Module | None:

@@ -68,17 +68,23 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
 
 def _orchestrator(activated: list[ActivatedHook]) -> TrainingUpdateOrchestrator:
     composed = [one.hook for one in activated if isinstance(one.hook, TrainingUpdateOrchestrator)]
-    bare = []
-    for one in activated:
-        if isinstance(one.hook, TrainingUpdateHook):
-            bare.append(one.hook.labelled(one.label) if one.label else one.hook)
     if len(composed) > 1:
         raise HookConflictError(
             f"{len(composed)} orchestrators were given, but a strategy has one; compose them with +: first + second."
         )
+    bare = [(one.hook, one.label) for one in activated if isinstance(one.hook, TrainingUpdateHook)]
     if composed and not bare:
         return composed[0]
-    return TrainingUpdateOrchestrator(*composed, *bare)
+    labels = [(hook, hook.label) for hook, _ in bare]
+    for hook, label in bare:
+        if label is not None:
+            hook.labelled(label)
+    try:
+        return TrainingUpdateOrchestrator(*composed, *(hook for hook, _ in bare))
+    except (TypeError, ValueError):  # refused: the hooks get back the labels they came with
+        for hook, label in labels:
+            hook.labelled(label)
+        raise
 
 
 class _Remainder:

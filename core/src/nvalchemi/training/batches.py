@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ def move_to(batch: Any, device: torch.device) -> Any:
     Parameters
     ----------
     batch : Any
-        A tensor, an object with ``.to(device)``, or a mapping, list or (named) tuple of batches. Anything else,
-        numbers and strings for instance, stays as it is.
+        A tensor, an object with ``.to(device)``, or a mapping or sequence of batches (tuples stay tuples, other
+        sequences become lists). Anything else, numbers and strings for instance, stays as it is.
     device : torch.device
         Where to.
 
@@ -27,15 +27,17 @@ def move_to(batch: Any, device: torch.device) -> Any:
     >>> move_to({"x": torch.zeros(1), "names": ["H"]}, torch.device("meta"))["x"].device
     device(type='meta')
     """
-    if hasattr(batch, "to"):
-        return batch.to(device)
+    if callable(getattr(batch, "to", None)):
+        moved = batch.to(device)
+        return batch if moved is None else moved  # it has moved in place
     if isinstance(batch, Mapping):
         return {key: move_to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move_to(value, device) for value in batch)
-    return batch
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes | bytearray | memoryview | range):
+        return batch
+    values = [move_to(value, device) for value in batch]
+    if isinstance(batch, tuple):
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return values
 
 
 def scalar_loss(result: Any, *, training: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -31,10 +31,12 @@ def training_modes(models: Mapping[str, nn.Module], trained: Collection[str]) ->
     True
     """
     frozen = [model for key, model in models.items() if key not in trained]
-    wanted = [p for model in frozen for p in model.parameters() if p.requires_grad]
+    learning = [model for key, model in models.items() if key in trained]
+    kept = {id(parameter) for model in learning for parameter in model.parameters()}  # a part may have two names
+    wanted = [p for model in frozen for p in model.parameters() if p.requires_grad and id(p) not in kept]
     with _modes_restored(models.values()):
-        for key, model in models.items():
-            model.train(key in trained)
+        for model in (*frozen, *learning):  # in this order: what two models share is trained
+            model.train(model in learning)
         for parameter in wanted:
             parameter.requires_grad_(False)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,12 +58,12 @@ class OptimizerConfig(BaseModel):
     @field_validator("optimizer_cls", mode="before")
     @classmethod
     def _named_optimizer(cls, value: Any) -> Any:
-        return _looked_up(value, torch.optim)
+        return _looked_up(value, torch.optim, torch.optim.Optimizer)
 
     @field_validator("scheduler_cls", mode="before")
     @classmethod
     def _named_scheduler(cls, value: Any) -> Any:
-        return _looked_up(value, torch.optim.lr_scheduler)
+        return _looked_up(value, torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
 
     def build(self, model: nn.Module, key: str) -> tuple[torch.optim.Optimizer, Any]:
         """Make the optimizer and, if there is one, the scheduler.
@@ -109,21 +109,24 @@ def checked_optimizer_configs(
                 f"optimizer_configs has an entry for {key!r}, but there is no model of that name; did you mean "
                 f"{closest[0]!r}? The models are {sorted(models)}."
             )
-        group = tuple(value) if isinstance(value, Sequence) else (value,)
+        group = tuple(value) if isinstance(value, list | tuple) else (value,)
         for config in group:
             if not isinstance(config, OptimizerConfig):
                 raise TypeError(f"optimizer_configs[{key!r}] is {config!r}; give an OptimizerConfig or a list of them.")
             refuse_closure(config.optimizer_cls)
-        checked[key] = group
-    if not any(checked.values()):
+        if group:
+            checked[key] = group
+    if not checked:
         raise ValueError("optimizer_configs is empty, so nothing would be trained; give an OptimizerConfig.")
     return checked
 
 
-def _looked_up(value: Any, module: Any) -> Any:
+def _looked_up(value: Any, module: Any, base: type) -> Any:
     if not isinstance(value, str):
         return value
-    if not isinstance(found := getattr(module, value, None), type):
-        closest = difflib.get_close_matches(value, dir(module), n=1, cutoff=0.0)
-        raise ValueError(f"{module.__name__} has no class {value!r}; did you mean {closest[0]!r}?")
-    return found
+    classes = {name: one for name, one in vars(module).items() if isinstance(one, type) and issubclass(one, base)}
+    if value not in classes:
+        folded = {name.casefold(): name for name in classes}
+        closest = difflib.get_close_matches(value.casefold(), list(folded), n=1, cutoff=0.0)
+        raise ValueError(f"{module.__name__} has no class {value!r}; did you mean {folded[closest[0]]!r}?")
+    return classes[value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,11 +20,16 @@ from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.progress import RunProgress
 from nvalchemi.training.stages import TrainingStage
-from nvalchemi.training.validation import Validation, ValidationResult, Weights, averaged_module, evaluate
+from nvalchemi.training.validation import (
+    Validation,
+    ValidationResult,
+    Weights,
+    averaged_module,
+    checked_weights,
+    evaluate,
+)
 
 __all__ = ["TrainingStrategy"]
-
-_log = logging.getLogger("nvalchemi.training")
 
 
 class TrainingStrategy:
@@ -115,13 +119,21 @@ class TrainingStrategy:
         self.registry = self._assembly.registry
         self.orchestrator: TrainingUpdateOrchestrator = self._assembly.orchestrator
         self.devices = devices
+        if devices is not None:
+            _device(devices, self.models)  # a wrong one is found now, not at the first batch
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
         self.step_count = self.global_step_count = 0
         self.batch_count = self.epoch_step_count = self.epoch = 0
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
+        self._validated_at: int | None = None
         self._is_set_up = False
+
+    @property
+    def hooks(self) -> tuple[Any, ...]:
+        """All hooks in the order in which they were given, by name or as objects."""
+        return tuple(one.hook for one in self._assembly.activated)
 
     def run(self, loader: Iterable[Any]) -> None:
         """Train for `num_epochs` or `num_steps`; a run that was interrupted is finished, a finished one goes on.
@@ -178,11 +190,12 @@ class TrainingStrategy:
             dispatch(ctx, TrainingStage.AFTER_FORWARD)
             dispatch(ctx, TrainingStage.BEFORE_LOSS)
             ctx.loss, ctx.losses = scalar_loss(self.loss_fn(predictions, batch), training=True)
+            loss = ctx.loss.detach()
             del predictions
             dispatch(ctx, TrainingStage.AFTER_LOSS)
             dispatch(ctx, TrainingStage.BEFORE_BACKWARD)
             dispatch(ctx, TrainingStage.DO_BACKWARD)
-            ctx.loss = ctx.loss.detach()  # also where a plain hook owns the slot
+            ctx.loss = loss  # also where a plain hook owns the slot
             dispatch(ctx, TrainingStage.AFTER_BACKWARD)
             dispatch(ctx, TrainingStage.BEFORE_OPTIMIZER_STEP)
             dispatch(ctx, TrainingStage.DO_OPTIMIZER_STEP)
@@ -283,8 +296,10 @@ class TrainingStrategy:
         if plan is None:
             return
         by_steps = steps and plan.every_steps and self.step_count % plan.every_steps == 0
-        if by_steps or (epochs and plan.every_epochs and self.epoch % plan.every_epochs == 0):
+        by_epochs = epochs and plan.every_epochs and self.epoch % plan.every_epochs == 0
+        if (by_steps or by_epochs) and self._validated_at != self.step_count:
             self.validate()
+            self._validated_at = self.step_count
 
     def _count(self, ctx: TrainContext) -> None:
         self.batch_count += 1
@@ -322,10 +337,13 @@ class TrainingStrategy:
             return main(batch)
         return self.training_fn(main if len(models) == 1 else models, batch)
 
-    def _weights(self, wanted: str) -> tuple[dict[str, nn.Module], str]:
+    def _weights(self, wanted: Weights) -> tuple[dict[str, nn.Module], str]:
         models, used = dict(self.models), "live"
-        if wanted != "live":
-            for hook in self._assembly.providers(ProvidesAveragedModel):
+        if checked_weights(wanted) != "live":
+            averaging = self._assembly.providers(ProvidesAveragedModel)
+            if wanted == "averaged" and not averaging:
+                raise ValueError('weights is "averaged", but no hook keeps an average; add one, or evaluate "live".')
+            for hook in averaging:
                 if (module := averaged_module(hook)) is not None:
                     models[hook.model_key], used = module, "averaged"
         return models, used

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 __all__ = ["bare_module"]
@@ -32,9 +34,12 @@ def bare_module(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif (
-            "_orig_mod" in module._modules
-        ):  # what torch.compile returns; asking for its type would import torch._dynamo
+        elif _is_compiled(module):
             module = module.get_submodule("_orig_mod")
         else:
             return module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it was never imported nothing can be compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

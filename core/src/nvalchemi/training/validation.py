@@ -11,7 +11,7 @@ from torch import nn
 
 from nvalchemi.training.batches import move_to, scalar_loss
 
-__all__ = ["Validation", "ValidationResult", "Weights", "evaluate"]
+__all__ = ["Validation", "ValidationResult", "Weights", "averaged_module", "checked_weights", "evaluate"]
 
 Weights = Literal["auto", "live", "averaged"]
 
@@ -47,8 +47,7 @@ class Validation:
             raise ValueError(
                 "Validation.loader is an iterator, which is used up after one pass; give a list or a DataLoader."
             )
-        if self.weights not in ("auto", "live", "averaged"):
-            raise ValueError(f'Validation.weights is {self.weights!r}; it must be "auto", "live" or "averaged".')
+        checked_weights(self.weights)
         if self.every_epochs is None and self.every_steps is None:
             object.__setattr__(self, "every_epochs", 1)
         for name in ("every_epochs", "every_steps"):
@@ -72,6 +71,13 @@ class ValidationResult(dict[str, float]):
         super().__init__(losses)
         self.weights = weights
         self.batches = batches
+
+
+def checked_weights(weights: Weights) -> Weights:
+    """Return which weights to evaluate, or refuse a word that means none."""
+    if weights not in ("auto", "live", "averaged"):
+        raise ValueError(f'weights is {weights!r}; it must be "auto", "live" or "averaged".')
+    return weights
 
 
 def evaluate(

@@ -43,10 +43,13 @@ class OptimizerGradients:
         self.scale: Tensor | None = None  # the loss scale, while it is pending
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.holds_inf: bool | None = None  # the host's copy of `flag`, once it was read
+        self.holds_inf: bool | None = None  # the host's copy of `flag`, once it was read, agreed over all ranks
+        self.found_here = False  # the same, of this rank alone
         self.division = ""  # how pending divisors reached the optimizer, once it has stepped
         self._flag: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
+        self._divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
+        self._product: Tensor | None = None  # of scale and divisor, once somebody has asked
         self.tensors: list[Tensor] = []
         self.collect()
 
@@ -58,12 +61,14 @@ class OptimizerGradients:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
         self.tensors = [_values(p) for p in self.parameters() if p.grad is not None and p.grad.numel() > 0]
         self._norms.clear()
+        self._divided = None
 
     def flag(self) -> Tensor:
         """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
         if self._flag is None:
             kind = math.inf if _hold_double(self.tensors) else 2.0  # a double sum of squares can overflow
-            self._flag = torch.isfinite(self._raw_norm(kind)).logical_not().to(torch.float32)
+            norm = self._raw_norm(kind)
+            self._flag = (norm - norm).ne(0).to(torch.float32)  # inf - inf and nan - nan are nan, which differs from 0
         return self._flag
 
     def norm(self, kind: float) -> Tensor:
@@ -86,12 +91,15 @@ class OptimizerGradients:
         """Put a divisor on the gradients, to be applied with the others."""
         self.divisor = by if self.divisor is None else self.divisor * by
         self.clipped = by if self.clipped is None else self.clipped * by
+        self._product = None
 
     def pending(self) -> Tensor | None:
         """Return the product of everything still to be divided out, or None."""
         if self.scale is None or self.divisor is None:
             return self.divisor if self.scale is None else self.scale
-        return self.scale * self.divisor
+        if self._product is None:
+            self._product = self.scale * self.divisor
+        return self._product
 
     def materialise(self) -> None:
         """Divide everything pending out of ``.grad``, in one division."""
@@ -100,13 +108,13 @@ class OptimizerGradients:
             for device, tensors in _by_device(self.tensors).items():
                 torch._foreach_div_(tensors, pending.to(device))
             self._settled(pending)
-            self.scale = self.divisor = None
+            self.scale = self.divisor = self._product = None
 
     def settle_scale(self) -> None:
         """Note that somebody else has divided the loss scale out of ``.grad``."""
         if self.scale is not None:
             self._settled(self.scale)
-            self.scale = None
+            self.scale = self._product = None
 
     def why_not_folded(self) -> str:
         """Return why the optimizer cannot divide in its own pass, with the same bits; empty if it can."""
@@ -128,16 +136,18 @@ class OptimizerGradients:
         finally:
             del optimizer.grad_scale
         self._settled(pending)
-        self.scale = self.divisor = None
+        self.scale = self.divisor = self._product = None
 
     def _settled(self, pending: Tensor) -> None:
-        self._norms = {kind: norm / pending for kind, norm in self._norms.items()}
+        if self._norms:
+            self._divided = pending if self._divided is None else self._divided * pending
 
     def _raw_norm(self, kind: float) -> Tensor:
         """Return the norm of what lies in ``.grad``, pending factors included."""
         if kind not in self._norms:
-            self._norms[kind] = _norm(self.tensors, kind)
-        return self._norms[kind]
+            norm = _norm(self.tensors, kind)
+            self._norms[kind] = norm if self._divided is None else norm * self._divided
+        return self._norms[kind] if self._divided is None else self._norms[kind] / self._divided
 
 
 def _norm(tensors: list[Tensor], kind: float) -> Tensor:

@@ -159,8 +159,8 @@ class TrainingUpdateOrchestrator:
                 loss = _differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
             _differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
         finally:
-            ctx.loss = original.detach() if isinstance(original, Tensor) else original
-        ctx.losses = {name: value.detach() for name, value in ctx.losses.items()}
+            ctx.loss = original
+            ctx.let_go_of_graph()
         self._current(ctx).refresh()
 
     def _optimizer_step(self, ctx: TrainContext) -> None:

@@ -89,7 +89,7 @@ class _TorchInterface:
             if self._unscaled:  # a window is open; given a new scale, update() ends it without growth
                 self._scaler.update(self._scaler.scale(torch.ones((), device=device)))
             return
-        if found_inf and not any(gradients.holds_inf for gradients in self._unscaled):
+        if found_inf and not any(gradients.found_here for gradients in self._unscaled):
             self._record_inf(device)
         if self._unscaled or found_inf:
             self._scaler.update()

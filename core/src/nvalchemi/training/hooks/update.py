@@ -143,8 +143,8 @@ class TrainingUpdateHook:
         """The name that the user gave this instance, if any."""
         return getattr(self, "_label", None)
 
-    def labelled(self, label: str) -> Self:
-        """Give this instance a name of its own and return it."""
+    def labelled(self, label: str | None) -> Self:
+        """Give this instance a name of its own (None: its class's name again) and return it."""
         object.__setattr__(self, "_label", label)  # a pydantic hook refuses attributes that are no fields
         return self
 

@@ -200,7 +200,7 @@ class UpdateWindow:
         measured = [g for g in self._with_gradients() if g.holds_inf is None] if self.scaler is not None else []
         flags = self.decision.resolve([gradients.flag() for gradients in measured])
         for gradients, flag in zip(measured, flags, strict=True):
-            gradients.holds_inf = flag != 0
+            gradients.holds_inf = gradients.found_here = flag != 0
 
     def step(self, gradients: OptimizerGradients) -> None:
         """Step one optimizer on true gradients; one that divides by itself does so in its own pass."""
