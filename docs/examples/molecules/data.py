@@ -1,26 +1,20 @@
-"""Read configurations, hold out the end of each trajectory, and make batches of molecular graphs.
-
-Units everywhere: Å for lengths, eV for energies, eV/Å for forces.
-"""
+"""Read trajectories, and hold out the end of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from graphs import CUTOFF, Frame, Pairs, free_pairs, make_frame
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 EMBEDDED = Path(__file__).parent / "data" / "molecules.npz"
-CUTOFF = 5.0
-"""Atoms further apart than this (Å) do not see each other."""
 
 HELD_OUT, VALIDATION, GAP = 0.2, 0.05, 0.01
-"""Shares of a trajectory: its last stretch, the stretch for the learning curve before it, and each gap between."""
+"""Shares of a trajectory: its last stretch, the stretch for the learning curve before it, and the gaps between."""
 
 SHORTEST = 10
 """A trajectory of fewer frames is not split: all of it goes to training."""
@@ -30,55 +24,11 @@ class DataError(ValueError):
     """A file that cannot be trained on; the message says which file, which frame, and what is wrong."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One configuration of ``n`` atoms with its labels and the ``k`` neighbours of each atom."""
-
-    numbers: Tensor
-    """int64 [n], atomic numbers."""
-    positions: Tensor
-    """float32 [n, 3], Å."""
-    energy: float
-    """Total energy, eV."""
-    forces: Tensor
-    """float32 [n, 3], eV/Å."""
-    neighbours: Tensor
-    """int64 [n, k]: the atoms nearer than the cutoff; where an atom has fewer than k, itself."""
-    shifts: Tensor
-    """float32 [n, k, 3], Å: the periodic image of the neighbour; the cutoff itself where there is none."""
-
-    @property
-    def composition(self) -> tuple[int, ...]:
-        """The atomic numbers in sorted order, which name the composition."""
-        return tuple(sorted(self.numbers.tolist()))
-
-
 class Trajectory(NamedTuple):
     """Frames of one system, in the order in which they were sampled."""
 
     name: str
     frames: list[Frame]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Several frames as one graph that has no edges between them."""
-
-    numbers: Tensor
-    positions: Tensor
-    neighbours: Tensor
-    shifts: Tensor
-    owner: Tensor
-    """int64 [atoms]: the frame to which an atom belongs."""
-    sizes: Tensor
-    """float32 [frames]: atoms a frame."""
-    energy: Tensor
-    """float64 [frames], eV: total energies are large, and what is learnt of them is small."""
-    forces: Tensor
-
-    def to(self, device: torch.device | str) -> Batch:
-        """Copy every tensor to ``device``."""
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 class Split(NamedTuple):
@@ -97,47 +47,15 @@ def load(files: Sequence[Path] = ()) -> list[Trajectory]:
 
 
 def read_embedded(file: Path) -> list[Trajectory]:
-    """Read what ``make_data.py`` wrote: per molecule numbers, positions, energies and forces."""
+    """Read what ``make_data.py`` wrote: the numbers, positions, energies and forces of each molecule."""
+    trajectories = []
     with np.load(file) as arrays:
-        names = [key.removesuffix(".numbers") for key in arrays if key.endswith(".numbers")]
-        return [Trajectory(name, _free_frames(*(arrays[f"{name}.{part}"] for part in _PARTS))) for name in names]
-
-
-_PARTS = ("numbers", "positions", "energies", "forces")
-
-
-def _free_frames(numbers: np.ndarray, positions: np.ndarray, energies: np.ndarray, forces: np.ndarray) -> list[Frame]:
-    """Make frames of one molecule in empty space."""
-    z = torch.from_numpy(numbers.astype(np.int64))
-    frames = []
-    for x, energy, f in zip(positions, energies, forces, strict=True):
-        i, j = _free_pairs(x)
-        frames.append(Frame(z, torch.from_numpy(x), float(energy), torch.from_numpy(f), *_table(i, j, len(z))))
-    return frames
-
-
-def _free_pairs(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """List who is near whom in empty space, in the order of the first."""
-    distances = np.linalg.norm(positions[:, None] - positions[None], axis=-1)
-    np.fill_diagonal(distances, np.inf)
-    i, j = np.nonzero(distances < CUTOFF)
-    return i, j
-
-
-def _table(i: np.ndarray, j: np.ndarray, atoms: int, shifts: np.ndarray | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Turn sorted pairs into a row of neighbours for each atom, filled up with the atom itself one cutoff away."""
-    counts = np.bincount(i, minlength=atoms)
-    column = np.arange(len(i)) - np.repeat(counts.cumsum() - counts, counts)
-    neighbours, away = _nobody(atoms, int(counts.max(initial=0)))
-    neighbours[i, column] = torch.from_numpy(j)
-    away[i, column] = torch.as_tensor(shifts, dtype=away.dtype)
-    return neighbours, away
-
-
-def _nobody(atoms: int, width: int) -> tuple[Tensor, Tensor]:
-    """Build a table in which every neighbour is the atom itself one cutoff away, where the potential vanishes."""
-    neighbours = torch.arange(atoms)[:, None].repeat(1, width)
-    return neighbours, torch.tensor([CUTOFF, 0.0, 0.0]).repeat(atoms, width, 1)
+        for name in (key.removesuffix(".numbers") for key in arrays if key.endswith(".numbers")):
+            labelled = zip(*(arrays[f"{name}.{part}"] for part in ("positions", "energies", "forces")), strict=True)
+            numbers = arrays[f"{name}.numbers"]
+            frames = [make_frame(numbers, x, energy, f, free_pairs(x)) for x, energy, f in labelled]
+            trajectories.append(Trajectory(name, frames))
+    return trajectories
 
 
 def read_xyz(file: Path) -> list[Trajectory]:
@@ -158,45 +76,41 @@ def read_xyz(file: Path) -> list[Trajectory]:
         raise DataError(f"{file}: there is no such file")
     try:
         images = ase.io.read(file, index=":", format="extxyz")
-    except (ValueError, KeyError, IndexError, OSError) as cause:  # what ASE's parser raises on malformed text
+    except (ValueError, KeyError, IndexError, OSError) as cause:  # what ASE's parser raises on other text
         raise DataError(f"{file}: not an extended-XYZ file that ASE can read ({cause})") from cause
     if not images:
         raise DataError(f"{file}: there is no frame in it")
     found: dict[tuple[Any, ...], list[Frame]] = {}
     for index, atoms in enumerate(images):
         name = f"{atoms.get_chemical_formula()} {atoms.info.get('config_type', '')}".strip()
-        key = (name, *atoms.numbers.tolist())
-        found.setdefault(key, []).append(_xyz_frame(atoms, f"{file}, frame {index}"))
+        frame = _xyz_frame(atoms, f"{file}, frame {index} (the first is 0)")
+        found.setdefault((name, *atoms.numbers.tolist()), []).append(frame)
     return [Trajectory(key[0], frames) for key, frames in found.items()]
 
 
 def _xyz_frame(atoms: Any, where: str) -> Frame:
     """Check and convert one ``ase.Atoms``; ASE puts the energy and forces it recognises into a calculator."""
-    from ase.neighborlist import neighbor_list
-
     results = atoms.calc.results if atoms.calc is not None else {}
     missing = [label for label in ("energy", "forces") if label not in results]
     if missing:
         has = sorted({*atoms.info, *atoms.arrays, *results} - {"numbers", "positions"})
         raise DataError(
-            f"{where}: no {' and no '.join(missing)} (what it has: {', '.join(has) or 'positions alone'}); "
-            "write energy=... (eV) in the comment line and a column forces:R:3 (eV/Å)"
+            f"{where}: no {' and no '.join(missing)} (beside positions it has: {', '.join(has) or 'nothing'}); "
+            "write energy=... (eV) in the comment line, and forces as a column forces:R:3 (eV/Å)"
         )
-    energy, forces = float(results["energy"]), np.asarray(results["forces"])
+    energy, forces = results["energy"], results["forces"]
     if not (np.isfinite(energy) and np.isfinite(forces).all() and np.isfinite(atoms.positions).all()):
-        raise DataError(f"{where}: energy, forces or positions hold inf or nan; remove the frame")
-    if atoms.pbc.any():
-        i, j, images = neighbor_list("ijS", atoms, CUTOFF)
-        table = _table(i, j, len(atoms), images @ atoms.cell.array)
-    else:
-        table = _table(*_free_pairs(atoms.positions), len(atoms))
-    return Frame(
-        torch.from_numpy(atoms.numbers.astype(np.int64)),
-        torch.from_numpy(atoms.positions.astype(np.float32)),
-        energy,
-        torch.from_numpy(forces.astype(np.float32)),
-        *table,
-    )
+        raise DataError(f"{where}: energy, forces or positions hold inf or nan; leave the frame out")
+    return make_frame(atoms.numbers, atoms.positions, energy, forces, _pairs(atoms))
+
+
+def _pairs(atoms: Any) -> Pairs:
+    if not atoms.pbc.any():
+        return free_pairs(atoms.positions)
+    from ase.neighborlist import neighbor_list
+
+    i, j, images = neighbor_list("ijS", atoms, CUTOFF)
+    return i, j, images @ atoms.cell.array
 
 
 def split(trajectories: Iterable[Trajectory]) -> Split:
@@ -214,11 +128,11 @@ def split(trajectories: Iterable[Trajectory]) -> Split:
         if len(frames) < SHORTEST:
             parts.training.extend(frames)
             continue
-        gap = max(1, round(GAP * len(frames)))
-        test = len(frames) - max(1, round(HELD_OUT * len(frames)))
-        validation = test - gap - max(1, round(VALIDATION * len(frames)))
-        parts.training.extend(frames[: validation - gap])
-        parts.validation.extend(frames[validation : test - gap])
+        gap, validation, held_out = (max(1, round(share * len(frames))) for share in (GAP, VALIDATION, HELD_OUT))
+        test = len(frames) - held_out
+        middle = test - gap - validation
+        parts.training.extend(frames[: middle - gap])
+        parts.validation.extend(frames[middle : middle + validation])
         parts.held_out.extend(frames[test:])
     if not parts.held_out:
         raise DataError(
@@ -226,33 +140,6 @@ def split(trajectories: Iterable[Trajectory]) -> Split:
             f"there are {len(parts.training)} frames in all"
         )
     return parts
-
-
-def collate(frames: Sequence[Frame]) -> Batch:
-    """Join frames into one batch."""
-    sizes = torch.tensor([len(frame.numbers) for frame in frames])
-    neighbours, shifts = _nobody(int(sizes.sum()), max(frame.neighbours.shape[1] for frame in frames))
-    start = 0
-    for frame in frames:
-        atoms, width = frame.neighbours.shape
-        neighbours[start : start + atoms, :width] = frame.neighbours + start
-        shifts[start : start + atoms, :width] = frame.shifts
-        start += atoms
-    return Batch(
-        numbers=torch.cat([frame.numbers for frame in frames]),
-        positions=torch.cat([frame.positions for frame in frames]),
-        neighbours=neighbours,
-        shifts=shifts,
-        owner=torch.repeat_interleave(torch.arange(len(frames)), sizes),
-        sizes=sizes.float(),
-        energy=torch.tensor([frame.energy for frame in frames], dtype=torch.float64),
-        forces=torch.cat([frame.forces for frame in frames]),
-    )
-
-
-def batches(frames: Sequence[Frame], size: int = 128, *, shuffle: bool = False) -> DataLoader[Frame]:
-    """Go through frames batch by batch, in their order or in a new one each time."""
-    return DataLoader(cast(Dataset[Frame], list(frames)), batch_size=size, shuffle=shuffle, collate_fn=collate)
 
 
 def fit_reference(frames: Sequence[Frame]) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from data import Frame, Split, batches, collate, composition_means
+from data import Split, composition_means
+from graphs import Frame, batches, collate
 from model import Prediction
+from torch import nn
 
 from nvalchemi.hooks import ProvidesAveragedModel, ProvidesInferenceContext
 from nvalchemi.training import TrainingStrategy
@@ -23,28 +25,22 @@ class Errors(NamedTuple):
     """meV/Å."""
 
 
-def predict(strategy: TrainingStrategy, frames: Sequence[Frame], weights: str) -> Prediction | None:
-    """Predict frames with the live or the averaged weights, in the precision of the training.
+def averaged_model(strategy: TrainingStrategy) -> nn.Module | None:
+    """Return the model with averaged weights, of whichever hook keeps one."""
+    hooks = [hook for hook in strategy.orchestrator.iter_hooks() if isinstance(hook, ProvidesAveragedModel)]
+    return hooks[0].get_averaged_model() if hooks else None
 
-    Returns
-    -------
-    Prediction or None
-        On the CPU; None where no hook keeps averaged weights.
-    """
-    hooks = list(strategy.orchestrator.iter_hooks())
-    module: Any = strategy.models["main"]
-    if weights == "averaged":
-        averaging = [hook for hook in hooks if isinstance(hook, ProvidesAveragedModel)]
-        if not averaging:
-            return None
-        module = averaging[0].get_averaged_model()
+
+def predict(strategy: TrainingStrategy, model: nn.Module, frames: Sequence[Frame]) -> Prediction:
+    """Predict frames in the precision of the training; the result is on the CPU."""
     with ExitStack() as stack:
-        for hook in hooks:
+        for hook in strategy.orchestrator.iter_hooks():
             if isinstance(hook, ProvidesInferenceContext):
                 stack.enter_context(hook.inference_context(strategy.device))
-        module.eval()
-        parts = [module(batch.to(strategy.device)) for batch in batches(frames)]
-    return Prediction(*(torch.cat(part).detach().cpu() for part in zip(*parts, strict=True)))
+        model.eval()
+        parts = [model(batch.to(strategy.device)) for batch in batches(frames)]
+    energies, forces = (torch.cat(part).detach().cpu() for part in zip(*parts, strict=True))
+    return Prediction(energies, forces)
 
 
 def trivial(parts: Split) -> Prediction:

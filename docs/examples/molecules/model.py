@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from data import CUTOFF, Batch
+from graphs import CUTOFF, Batch
 from torch import Tensor, nn
 
 

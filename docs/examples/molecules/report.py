@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Frame, collate, composition_means
+from data import composition_means
 from evaluate import Errors
+from graphs import Frame, collate
 from model import Prediction
 from rich.table import Table
 from torch import Tensor

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Batch, DataError, Split, batches, fit_reference, load, split
-from evaluate import errors_of, predict, trivial
+from data import DataError, Split, fit_reference, load, split
+from evaluate import averaged_model, errors_of, predict, trivial
+from graphs import Batch, batches
 from model import Potential, Prediction
 from report import Recorder, Report, plot
 from rich.console import Console
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loader = batches(parts.training, BATCH_SIZE, shuffle=True)
         strategy = build_strategy(parts, loader, [*hooks, recorder], options)
     except (DataError, LookupError, ImportError, HookConflictError, OSError) as refusal:
-        parser.error(str(refusal))
+        parser.exit(2, f"{parser.prog}: {refusal}\n")
     console.print(
         f"{', '.join(trajectory.name for trajectory in trajectories)}: {len(parts.training)} configurations to train "
         f"on, {len(parts.validation)} for the learning curve, {len(parts.held_out)} held out; "
@@ -73,11 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     start = time.perf_counter()
     strategy.run(loader)
-    live, averaged = (predict(strategy, parts.held_out, weights) for weights in ("live", "averaged"))
+    predictions = {"live": predict(strategy, strategy.models["main"], parts.held_out)}
+    if (averaged := averaged_model(strategy)) is not None:
+        predictions["averaged"] = predict(strategy, averaged, parts.held_out)
+    errors = {weights: errors_of(prediction, parts.held_out) for weights, prediction in predictions.items()}
     report = Report(
         baseline=errors_of(trivial(parts), parts.held_out),
-        live=errors_of(live, parts.held_out),
-        averaged=averaged and errors_of(averaged, parts.held_out),
+        live=errors["live"],
+        averaged=errors.get("averaged"),
         steps=strategy.step_count,
         vetoed=recorder.vetoed,
         clipped=sum(getattr(hook, "clipped_steps", 0) for hook in strategy.orchestrator.iter_hooks()),
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.write(options.json)
         console.print(f"figures written to {options.json.resolve()}", soft_wrap=True, highlight=False)
     try:
-        plot(options.plot, recorder, report.baseline, averaged or live, parts.held_out)
+        plot(options.plot, recorder, report.baseline, predictions.popitem()[1], parts.held_out)
         console.print(f"picture written to {options.plot.resolve()}", soft_wrap=True, highlight=False)
     except ImportError as missing:
         console.print(f"no picture: {missing}; pip install matplotlib", highlight=False)
@@ -111,9 +115,9 @@ def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) ->
     return TrainingStrategy(
         models=Potential(fit_reference(parts.training), scale=unit),
         optimizer_configs=OptimizerConfig(
-            optimizer_cls="AdamW",
+            optimizer_cls=torch.optim.AdamW,
             optimizer_kwargs={"lr": LEARNING_RATE, "weight_decay": 1e-4, "fused": True},
-            scheduler_cls="OneCycleLR",
+            scheduler_cls=torch.optim.lr_scheduler.OneCycleLR,
             scheduler_kwargs={"max_lr": LEARNING_RATE, "total_steps": steps, "pct_start": 0.1},
         ),
         loss_fn=loss_fn,

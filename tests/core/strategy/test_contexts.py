@@ -225,6 +225,15 @@ def test_no_graph_outlives_its_batch(make_strategy, plain, veto, batches, rememb
 
 
 @pytest.mark.usefixtures("uncollected")
+def test_the_graph_is_free_once_backward_has_run(make_strategy, plain, batches, remembered):
+    """From AFTER_BACKWARD on nobody holds the graph any more, so its memory is there for the step."""
+    seen = []
+    spy = plain(lambda ctx, stage: seen.extend(ref() for ref in Remembered.refs), S.AFTER_BACKWARD)
+    make_strategy(spy, training_fn=remembered).train_batch(batches[0])
+    assert seen == [None]
+
+
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     "stage",
     [S.AFTER_FORWARD, S.AFTER_LOSS, S.BEFORE_BACKWARD, S.AFTER_BACKWARD, S.AFTER_OPTIMIZER_STEP, S.AFTER_BATCH],
