@@ -289,12 +289,13 @@ def test_complex_and_empty_and_scalar_parameters_are_averaged(follow, fill):
     assert (module.scale.item(), module.nothing.shape) == (1.0, (0,))
 
 
-def test_an_expanded_buffer_is_averaged_as_the_tensor_it_shows(follow):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expanded_buffer_is_averaged_as_the_tensor_it_shows(dtype, follow):
     """A buffer whose elements share memory becomes an ordinary one in the average."""
     model = nn.Linear(1, 1)
-    model.register_buffer("mask", torch.zeros(1).expand(3))
+    model.register_buffer("mask", torch.zeros(1, dtype=dtype).expand(3))
     hook = EMAHook(decay=0.75)
     for step, value in enumerate((0.0, 4.0)):
-        model.mask = torch.tensor([value]).expand(3)
+        model.mask = torch.tensor([value], dtype=dtype).expand(3)
         follow(hook, model, step)
     assert hook.get_averaged_model().module.mask.tolist() == [1.0, 1.0, 1.0]

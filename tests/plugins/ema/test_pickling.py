@@ -14,6 +14,7 @@ from torch import nn
 from nvalchemi_hooks_ema import EMAHook
 
 SPAWN = """
+import copy
 import multiprocessing
 
 import torch
@@ -82,5 +83,5 @@ def test_it_survives_spawn(tmp_path):
     """A spawned worker continues with equal numbers, before and after training, and sends the hook back."""
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SHARDED = '''
+SHARDED = """
 import sys
 
 import torch
@@ -50,7 +50,7 @@ def work(rank, group):
 
 if __name__ == "__main__":
     multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
-'''
+"""
 
 
 def test_a_sharded_model_is_refused_by_name_or_averaged_shard_by_shard(tmp_path):
@@ -61,7 +61,7 @@ def test_a_sharded_model_is_refused_by_name_or_averaged_shard_by_shard(tmp_path)
         [sys.executable, str(script), f"file://{tmp_path / 'group'}"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

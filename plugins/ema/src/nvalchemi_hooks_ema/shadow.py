@@ -164,8 +164,7 @@ class Shadow:
         average, live = pair.average, pair.live
         precise = self.accumulators.pop(pair.name, average.detach())
         if pair.blended and live.dtype in _LOW_PRECISION:
-            own = precise is not average and precise.dtype == torch.float32 and precise.data_ptr() != average.data_ptr()
-            self.accumulators[pair.name] = precise.to(live.device, torch.float32, copy=not own)
+            self.accumulators[pair.name] = precise.to(live.device, torch.float32)
         misplaced = (average.device, average.dtype) != (live.device, live.dtype)
         if misplaced or _cannot_be_written(average, live):
             average.data = precise.to(live.device, live.dtype, copy=True)
