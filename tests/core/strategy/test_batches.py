@@ -177,6 +177,24 @@ def test_devices_are_one_or_several(make_strategy, batches, devices, expected):
     assert strategy.train_batch(batches[0]).device == torch.device(expected)
 
 
+def test_models_and_batches_go_to_the_device(make_strategy, plain, batches):
+    """Models are on the device before SETUP; every batch is asked to go there, in training and in validation."""
+    seen, asked = [], []
+    spy = plain(lambda ctx, stage: seen.append((ctx.device, ctx.model.weight.device)), TrainingStage.SETUP)
+    make_strategy(spy, devices="meta").setup()
+    assert seen == [(META, META)]
+
+    class Asked(tuple):
+        def to(self, device):
+            asked.append(device)
+            return self
+
+    strategy = make_strategy(devices="cpu")
+    strategy.run([Asked(batches[0])])
+    strategy.validate([Asked(batches[0])])
+    assert asked == [torch.device("cpu")] * 2
+
+
 def test_without_devices_models_stay_where_they_are(make_strategy, plain):
     """Without `devices` batches go to where the models are."""
     seen = []
