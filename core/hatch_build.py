@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-PLUGINS = ("ema", "grad-clip", "loss-scaling", "scaler-veto")
+PLUGINS = ("checkpoint", "ema", "grad-clip", "loss-scaling", "scaler-veto")
 
 
 def requirement(plugin: str, version: str, plugins: Path, *, release: bool) -> str:

@@ -40,6 +40,9 @@ class Distribution:
 
 CORE = Distribution("core", "nvalchemi")
 PLUGINS = (
+    Distribution(
+        "plugins/checkpoint", "nvalchemi_hooks_checkpoint", {"checkpoint": "nvalchemi_hooks_checkpoint.plugin"}
+    ),
     Distribution("plugins/ema", "nvalchemi_hooks_ema", {"ema": "nvalchemi_hooks_ema.plugin"}),
     Distribution("plugins/grad-clip", "nvalchemi_hooks_grad_clip", {"grad_clip": "nvalchemi_hooks_grad_clip.plugin"}),
     Distribution(

@@ -52,6 +52,7 @@ def _hook(class_name: str, entry_point: str, extra: str) -> OfficialHook:
 
 
 OFFICIAL_HOOKS: tuple[OfficialHook, ...] = (
+    _hook("CheckpointHook", "checkpoint", "checkpoint"),
     _hook("EMAHook", "ema", "ema"),
     _hook("GradScalerVetoHook", "scaler_veto", "scaler-veto"),
     _hook("GradientClipHook", "grad_clip", "grad-clip"),
