@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointMissingError",
+    "CheckpointWarning",
+    "CheckpointWriteError",
     "HookConflictError",
     "HookContractError",
     "HookNameClashError",
     "HookNotInstalledError",
     "HookRegistrationError",
+    "HookStateMissingError",
     "HookSwitchedOffError",
+    "ModelImportError",
+    "ModelNotAllowedError",
+    "ModelSpecError",
     "NoProgressError",
     "NonFiniteGradientError",
+    "NotPlainDataError",
     "PluginLoadError",
     "PluginVersionError",
     "PluginWarning",
@@ -72,6 +84,54 @@ class PluginVersionError(PluginLoadError):
 
 class PluginWarning(UserWarning):
     """Something about the installed plugins is wrong, and the work goes on without it."""
+
+
+class CheckpointError(Exception):
+    """Something is wrong with a checkpoint; the classes below say what."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or a file of it is missing."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A checkpoint of another format, or of another kind than was asked for."""
+
+
+class CheckpointDamagedError(CheckpointError, ValueError):
+    """A file that is not what was saved: truncated, or changed."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint that is whole and does not fit what it is loaded into; nothing was changed."""
+
+
+class HookStateMissingError(CheckpointMismatchError):
+    """A hook that keeps state, of which the checkpoint has none; nothing was changed."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint that could not be written; an earlier one in the same place is as it was."""
+
+
+class NotPlainDataError(CheckpointError, TypeError):
+    """State that could be saved but not loaded safely."""
+
+
+class ModelSpecError(CheckpointError, ValueError):
+    """A description by which a model cannot be built."""
+
+
+class ModelNotAllowedError(ModelSpecError):
+    """A checkpoint that wants to build a class that the caller did not allow; none of its code was imported."""
+
+
+class ModelImportError(CheckpointError, ImportError):
+    """A checkpoint whose model can no longer be imported."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something in a checkpoint has no place here; it is kept, and the work goes on."""
 
 
 def add_hook_note(error: BaseException, hook: object, stage: Any, ctx: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from types import TracebackType
 from typing import Any, Self
@@ -91,6 +91,17 @@ class HookRegistry:
         for stage in claimed:
             self._insert(stage, hook, call, owner=bool(owns))
 
+    def last_calls(self, hook: Any) -> dict[str, int]:
+        """Return at which ``step_count`` a hook with a frequency ran last, by stage; empty for all other hooks."""
+        return {stage.name: call.last[stage] for stage, call in self._throttled(hook).items() if stage in call.last}
+
+    def set_last_calls(self, hook: Any, calls: Mapping[str, int]) -> None:
+        """Give back what `last_calls` returned, so that the hook does not run twice at one ``step_count``."""
+        for stage, call in self._throttled(hook).items():
+            call.last.pop(stage, None)
+            if stage.name in calls:
+                call.last[stage] = calls[stage.name]
+
     def dispatch(self, ctx: Any, stage: Enum) -> None:
         """Call every hook of `stage` in order; an exception carries a note that says from which hook it came."""
         hook: Any = None
@@ -113,6 +124,10 @@ class HookRegistry:
     def close(self) -> None:
         """Close every hook that can be closed, in reverse order; twice is harmless."""
         self._lifecycle.close()
+
+    def _throttled(self, hook: Any) -> dict[Enum, _Throttled]:
+        entries = ((stage, one, call) for stage, calls in self._calls.items() for one, call in calls)
+        return {stage: call for stage, one, call in entries if one is hook and isinstance(call, _Throttled)}
 
     def _check(self, hook: Any) -> None:
         missing = [name for name in ("frequency", "stage", "__call__") if not hasattr(hook, name)]
@@ -166,12 +181,12 @@ class _Throttled:
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
         self._every = hook.frequency
-        self._last: dict[Enum, int] = {}
+        self.last: dict[Enum, int] = {}
 
     def __call__(self, ctx: Any, stage: Enum) -> None:
         count = ctx.step_count
-        if count % self._every == 0 and self._last.get(stage) != count:
-            self._last[stage] = count
+        if count % self._every == 0 and self.last.get(stage) != count:
+            self.last[stage] = count
             self._hook(ctx, stage)
 
 

@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING
 from nvalchemi._lazy import door
 
 if TYPE_CHECKING:
+    from nvalchemi.training.checkpoint.models import load_checkpoint as load_checkpoint
+    from nvalchemi.training.checkpoint.models import save_checkpoint as save_checkpoint
+    from nvalchemi.training.checkpoint.training import Snapshot as Snapshot
+    from nvalchemi.training.checkpoint.training import load_training as load_training
+    from nvalchemi.training.checkpoint.training import save_training as save_training
+    from nvalchemi.training.checkpoint.training import take_snapshot as take_snapshot
+    from nvalchemi.training.model_spec import ModelSpec as ModelSpec
+    from nvalchemi.training.model_spec import create_model_spec as create_model_spec
     from nvalchemi.training.optimizers import OptimizerConfig as OptimizerConfig
     from nvalchemi.training.stages import TrainingStage as TrainingStage
     from nvalchemi.training.strategy import TrainingStrategy as TrainingStrategy
@@ -31,12 +39,20 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
+        "ModelSpec": "nvalchemi.training.model_spec",
         "OptimizerConfig": "nvalchemi.training.optimizers",
+        "Snapshot": "nvalchemi.training.checkpoint.training",
         "TrainingStage": "nvalchemi.training.stages",
         "TrainingStrategy": "nvalchemi.training.strategy",
         "Validation": "nvalchemi.training.validation",
         "ValidationResult": "nvalchemi.training.validation",
         "bare_module": "nvalchemi.training.unwrap",
+        "create_model_spec": "nvalchemi.training.model_spec",
+        "load_checkpoint": "nvalchemi.training.checkpoint.models",
+        "load_training": "nvalchemi.training.checkpoint.training",
+        "save_checkpoint": "nvalchemi.training.checkpoint.models",
+        "save_training": "nvalchemi.training.checkpoint.training",
+        "take_snapshot": "nvalchemi.training.checkpoint.training",
     },
     official_hooks=True,
 )

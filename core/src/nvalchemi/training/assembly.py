@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from nvalchemi.errors import HookConflictError
 from nvalchemi.hooks.plugins import ActivatedHook, activate_hooks
 from nvalchemi.hooks.registry import HookRegistry
+from nvalchemi.metadata import provenance_of
+from nvalchemi.training.hook_states import NamedHook
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
-from nvalchemi.training.hooks.update import TrainingUpdateHook
+from nvalchemi.training.hooks.update import TrainingUpdateHook, snake_case
 from nvalchemi.training.stages import TrainingStage
 
 if TYPE_CHECKING:
@@ -33,6 +35,19 @@ class Assembly:
         """Return all hooks, update hooks included, that have an optional power."""
         everything = [*self.orchestrator.iter_hooks(), *self.registry]
         return [hook for hook in everything if isinstance(hook, protocol)]
+
+    def named_hooks(self) -> list[NamedHook]:
+        """Return every hook with the key under which a checkpoint knows it, update hooks first."""
+        given = {id(one.hook): one for one in self.activated}
+        named = []
+        for child in self.orchestrator.iter_hooks():
+            one = given.get(id(child)) or ActivatedHook(None, child, provenance_of(child))
+            named.append(NamedHook(child.state_key, child, one.name or child.name, one.provenance))
+        for one in self.activated:
+            if not isinstance(one.hook, TrainingUpdateHook | TrainingUpdateOrchestrator):
+                name = one.name or snake_case(type(one.hook).__name__)
+                named.append(NamedHook(one.label or name, one.hook, name, one.provenance))
+        return named
 
 
 def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,11 +16,14 @@ from nvalchemi.hooks.context import TrainContext
 from nvalchemi.hooks.protocols import ProvidesAveragedModel, ProvidesInferenceContext
 from nvalchemi.training.assembly import assemble
 from nvalchemi.training.batches import move_to, scalar_loss
+from nvalchemi.training.hook_states import HookStates
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
 from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
+from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
 from nvalchemi.training.stages import TrainingStage
+from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.validation import (
     Validation,
     ValidationResult,
@@ -128,6 +132,7 @@ class TrainingStrategy:
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
         self._validated_at: int | None = None
+        self._position = DataPosition()
         self._is_set_up = False
 
     @property
@@ -138,6 +143,9 @@ class TrainingStrategy:
     def run(self, loader: Iterable[Any]) -> None:
         """Train for `num_epochs` or `num_steps`; a run that was interrupted is finished, a finished one goes on.
 
+        A run whose state was loaded goes on with the batch that would have come next: the pass is begun with the random
+        numbers it began with, and the batches that were trained on are passed over.
+
         Parameters
         ----------
         loader : iterable
@@ -146,7 +154,7 @@ class TrainingStrategy:
         Raises
         ------
         ValueError
-            The loader gave no batches.
+            The loader gave no batches, or fewer than the loaded state was trained on in this pass.
         NoProgressError
             A ``RuntimeError``: a whole pass over the loader without one optimizer step; it names who vetoed.
         """
@@ -162,7 +170,9 @@ class TrainingStrategy:
             stack.enter_context(self.registry)
             progress = stack.enter_context(self._progress(loader))
             self._dispatch(TrainingStage.BEFORE_TRAINING)
-            while not self._is_done():
+            stack.callback(self._position.leave)
+            self._position.enter(loader)
+            while self._position.resumes or not self._is_done():
                 self._run_epoch(loader, progress)
             self._dispatch(TrainingStage.AFTER_TRAINING)
         self._goal = None
@@ -183,7 +193,7 @@ class TrainingStrategy:
         self.setup()
         batch = move_to(batch, self.device)
         dispatch = self.registry.dispatch
-        with self._context(batch) as ctx:
+        with self._position.batch(), self._context(batch) as ctx:
             dispatch(ctx, TrainingStage.BEFORE_BATCH)
             dispatch(ctx, TrainingStage.BEFORE_FORWARD)
             predictions = self._predict(ctx.models, batch)
@@ -201,6 +211,7 @@ class TrainingStrategy:
             dispatch(ctx, TrainingStage.DO_OPTIMIZER_STEP)
             dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
             self._count(ctx)
+            self._position.batch_is_over(stepped=not ctx.step_skipped)
             dispatch(ctx, TrainingStage.AFTER_BATCH)
         return ctx
 
@@ -224,25 +235,51 @@ class TrainingStrategy:
         ValueError
             There is no loader, or it is empty.
         """
-        self.setup()
-        if loader is None:
-            if self.validation is None:
-                raise ValueError(
-                    "There is nothing to validate on: give validate(loader), or validation=Validation(loader=...)."
-                )
-            loader = self.validation.loader
-        models, used = self._weights(weights or (self.validation.weights if self.validation else "auto"))
-        with ExitStack() as stack:
-            stack.enter_context(evaluation_mode(models.values()))
-            for hook in self._assembly.providers(ProvidesInferenceContext):
-                stack.enter_context(hook.inference_context(self.device))
-            losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
-        self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
-        for scheduler in self.lr_schedulers:
-            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                scheduler.step(result["loss"])
+        result = self._evaluate(loader, weights)
         self._dispatch(TrainingStage.AFTER_VALIDATION)
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the run is made of, as plain data on the host that later training does not change.
+
+        It builds no model and draws no random number.
+
+        Returns
+        -------
+        dict
+            ``"models"``, ``"optimizers"``, ``"schedulers"``, ``"hooks"`` (by `state_key`, with class, distribution and
+            version), ``"run"`` (counters and goal), ``"position"`` (random numbers and place in the data), and
+            ``"gradients"`` where the latest batch made no step.
+
+        Raises
+        ------
+        RuntimeError
+            It was asked for inside a batch, before AFTER_BATCH.
+        HookConflictError
+            A ``ValueError``: two hooks with state have one key.
+        """
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, fresh: Collection[str] = ()) -> None:
+        """Take over a state; the next `run` goes on where it was taken, to the end of the run that was under way.
+
+        A state that does not fit changes nothing. States of hooks that this run has not are kept for the next
+        `state_dict`, with a `CheckpointWarning`.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned, here or in another process.
+        fresh : collection of str
+            Hooks, by `state_key`, that start from scratch.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            A ``ValueError``: models, optimizers, schedulers or hooks are not those of the state; it names which, how
+            they differ, and the remedy.
+        """
+        load_into(self, state, fresh)
 
     def setup(self) -> None:
         """Settle devices, let hooks set up, build optimizers and schedulers; done by itself before the first batch."""
@@ -265,22 +302,73 @@ class TrainingStrategy:
 
     # Inside.
 
+    def _evaluate(self, loader: Iterable[Any] | None, weights: Weights | None) -> ValidationResult:
+        self.setup()
+        if loader is None:
+            if self.validation is None:
+                raise ValueError(
+                    "There is nothing to validate on: give validate(loader), or validation=Validation(loader=...)."
+                )
+            loader = self.validation.loader
+        models, used = self._weights(weights or (self.validation.weights if self.validation else "auto"))
+        with ExitStack() as stack:
+            stack.enter_context(evaluation_mode(models.values()))
+            for hook in self._assembly.providers(ProvidesInferenceContext):
+                stack.enter_context(hook.inference_context(self.device))
+            losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
+        self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
+        for scheduler in self.lr_schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(result["loss"])
+        return result
+
+    @functools.cached_property
+    def _hook_states(self) -> HookStates:
+        return HookStates(self._assembly.named_hooks())
+
     def _run_epoch(self, loader: Iterable[Any], progress: RunProgress) -> None:
-        self.epoch_step_count = 0
+        position = self._position
+        if position.ended:  # a state taken at AFTER_EPOCH was loaded
+            position.resume_ended(loader)
+        else:
+            if not self._train_pass(loader, progress):
+                return
+            position.ended = True
+            self._dispatch(TrainingStage.AFTER_EPOCH)
+        self.epoch += 1
+        position.end()
+        self._validate_on(epochs=True)
+
+    def _train_pass(self, loader: Iterable[Any], progress: RunProgress) -> bool:
+        """Train on the batches of a pass; False if the goal was reached in its middle."""
         tally = _Tally()
-        self._dispatch(TrainingStage.BEFORE_EPOCH)
-        for batch in loader:
+        batches = self._batches(loader)
+        if self._stops_inside(loader):  # a state taken at the last step was loaded
+            return False
+        for batch in batches:
             self._train_and_look(batch, tally, progress)
             del batch  # before the loader makes the next one
-            if self.num_steps and self._is_done() and self.epoch_step_count != _length(loader):
-                return  # in the middle of a pass
+            if self._stops_inside(loader):
+                return False
         if self.epoch_step_count == 0:
             raise ValueError(_no_batches(loader, self.epoch))
-        if tally.steps == 0:
+        if self.step_count == self._position.steps_before:
             raise NoProgressError(tally.no_progress())
-        self._dispatch(TrainingStage.AFTER_EPOCH)
-        self.epoch += 1
-        self._validate_on(epochs=True)
+        return True
+
+    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Return the batches of a new pass, or those that are left of a loaded one."""
+        if not self._position.resumes:
+            self.epoch_step_count = 0
+            self._dispatch(TrainingStage.BEFORE_EPOCH)
+            return self._position.begin(loader, self.step_count)
+        batches = self._position.resume(loader, self.epoch_step_count)
+        self._validate_on(steps=self._position.stepped)  # the state may have been taken before it was due
+        return batches
+
+    def _stops_inside(self, loader: Iterable[Any]) -> bool:
+        """Whether the goal is reached in the middle of a pass."""
+        return bool(self.num_steps) and self._is_done() and self.epoch_step_count != _length(loader)
 
     def _train_and_look(self, batch: Any, tally: _Tally, progress: RunProgress) -> None:
         ctx = self.train_batch(batch)
@@ -298,8 +386,9 @@ class TrainingStrategy:
         by_steps = steps and plan.every_steps and self.step_count % plan.every_steps == 0
         by_epochs = epochs and plan.every_epochs and self.epoch % plan.every_epochs == 0
         if (by_steps or by_epochs) and self._validated_at != self.step_count:
-            self.validate()
+            self._evaluate(None, None)
             self._validated_at = self.step_count
+            self._dispatch(TrainingStage.AFTER_VALIDATION)
 
     def _count(self, ctx: TrainContext) -> None:
         self.batch_count += 1
@@ -430,12 +519,11 @@ class _Tally:
     """What became of the batches of one pass."""
 
     def __init__(self) -> None:
-        self.steps = self.batches = self.open_windows = 0
+        self.batches = self.open_windows = 0
         self._vetoes = Counter[str]()
 
     def count(self, ctx: TrainContext) -> None:
         self.batches += 1
-        self.steps += not ctx.step_skipped
         if ctx.outcome is not None:
             self.open_windows += ctx.outcome.window_open
             self._vetoes.update(f"{veto.hook} ({veto.reason})" for veto in ctx.outcome.vetoes)

@@ -143,4 +143,4 @@ def load_training(root: str | Path, strategy: Resumable, *, fresh: Collection[st
 
 def _progress(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a person wants to know of a checkpoint without opening it: its plain counters."""
-    return {"progress": {key: value for key, value in state.get("run", {}).items() if type(value) is int}}
+    return {"progress": dict(state.get("run", {}).get("counters", {}))}

@@ -100,7 +100,7 @@ class TrainingUpdateHook:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "name" not in cls.__dict__:
-            cls.name = _snake_case(cls.__name__)
+            cls.name = snake_case(cls.__name__)
         _refuse_unknown_stage_methods(cls)
 
     def setup(self, ctx: TrainContext) -> None:
@@ -181,7 +181,8 @@ def _compose(*hooks: object) -> TrainingUpdateOrchestrator:
     return TrainingUpdateOrchestrator(*hooks)  # type: ignore[arg-type]
 
 
-def _snake_case(name: str) -> str:
+def snake_case(name: str) -> str:
+    """Return the name of a hook's class in snake case, without "hook"."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix("Hook") or name)
     return words.lower()
 

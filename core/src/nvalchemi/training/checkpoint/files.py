@@ -1,0 +1,203 @@
+"""``{section: plain data}`` to disk and back: written aside, completed by one rename, checked before it is read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointWriteError
+from nvalchemi.training.checkpoint.manifest import (
+    DATA_FOLDER,
+    MANIFEST,
+    Manifest,
+    SectionFile,
+    read_manifest,
+    verify_section,
+)
+
+__all__ = ["read_sections", "write_sections"]
+
+
+def write_sections(
+    root: str | Path, sections: Mapping[str, Any], *, kind: str, metadata: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Write a checkpoint; an earlier one in the same place stays whole until this one is complete.
+
+    The files are written into a new folder and flushed to the disk; then the manifest takes the place of the old one by
+    a rename, which happens or does not; then what the new manifest does not name is removed.
+
+    Parameters
+    ----------
+    root : path
+        Where; the folder is made.
+    sections : mapping of str to plain data
+        One file each; checked by `nvalchemi.training.plain.check_plain` before.
+    kind : str
+        What it is a checkpoint of.
+    metadata : mapping, optional
+        JSON data for the manifest.
+
+    Raises
+    ------
+    CheckpointWriteError
+        An ``OSError`` with the cause: what was written is removed, and the earlier checkpoint is as it was.
+    """
+    root = Path(root)
+    folder = root / f"data-{secrets.token_hex(8)}"  # from the system's entropy: no generator of the run is drawn from
+    try:
+        folder.mkdir(parents=True)
+        files = {
+            name: _write_section(folder, f"{place}{_slug(name)}.pt", section)
+            for place, (name, section) in enumerate(sections.items())
+        }
+        manifest = Manifest(kind, folder.name, files, dict(metadata or {}))
+        _write_text(folder / MANIFEST, manifest.to_json())
+        _flush_folder(folder)
+        (folder / MANIFEST).replace(root / MANIFEST)
+        _flush_folder(root)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now is removed by the next save
+        raise CheckpointWriteError(error.errno, _not_written(error), str(root)) from error
+    except BaseException:
+        if not (root / MANIFEST).exists() or read_manifest(root).data != folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _remove_others(root, manifest)
+    return manifest
+
+
+def read_sections(
+    root: str | Path, names: Iterable[str] | None = None, *, kind: str
+) -> tuple[dict[str, Any], Manifest]:
+    """Read a checkpoint after every file of it has been checked; no code that it names is run.
+
+    Tensors are mapped from their files and come into memory as they are used.
+
+    Parameters
+    ----------
+    root : path
+        Where it is.
+    names : iterable of str, optional
+        Which sections; all by default.
+    kind : str
+        What it has to be a checkpoint of.
+
+    Returns
+    -------
+    (dict of str to plain data, Manifest)
+
+    Raises
+    ------
+    CheckpointMissingError, CheckpointFormatError, CheckpointDamagedError
+        See `read_manifest` and `verify_section`; or it is a checkpoint of something else.
+    """
+    manifest = read_manifest(root)
+    if manifest.kind != kind:
+        read_with = {"models": "load_checkpoint", "training": "load_training"}.get(manifest.kind, "another function")
+        raise CheckpointFormatError(
+            f"{root} is a checkpoint of {manifest.kind!r}, not of {kind!r}; load it by {read_with}."
+        )
+    paths = {name: verify_section(root, manifest, name) for name in names or manifest.sections}
+    return {name: _read_section(path, name) for name, path in paths.items()}, manifest
+
+
+class _Summing:
+    """A file that sums up what is written to it, and keeps the first error that torch may hide behind its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sum = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is not None:  # torch goes on to write the end of its archive; the first error is the cause
+            raise self.error
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sum.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_section(folder: Path, file: str, section: Any) -> SectionFile:
+    with (folder / file).open("wb") as raw:
+        summing = _Summing(raw)
+        try:
+            torch.save(section, summing)
+        except Exception:  # torch wraps what the file raised in errors of its own
+            if summing.error is not None:
+                raise summing.error from None
+            raise
+        raw.flush()
+        os.fsync(raw.fileno())
+    return SectionFile(file, summing.size, summing.sum.hexdigest())
+
+
+def _read_section(path: Path, name: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointDamagedError(
+            f"{path} (section {name!r}) holds something that is no plain data, so it was not loaded; no save of ours "
+            "writes such a file: do not trust it."
+        ) from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, where the system has such a thing."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_others(root: Path, manifest: Manifest) -> None:
+    """Remove the folders that no manifest names any more: of the earlier checkpoint, and of interrupted saves."""
+    for path in root.iterdir():
+        if DATA_FOLDER.fullmatch(path.name) and path.name != manifest.data:
+            shutil.rmtree(path, ignore_errors=True)  # the new checkpoint is complete; the next save tries again
+
+
+def _slug(name: str) -> str:
+    """Return a section's name as part of a file's name, for those who look into the folder."""
+    return "." + (re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60] or "section")
+
+
+def _not_written(error: OSError) -> str:
+    full = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "the file is too large",
+    }
+    why = full.get(error.errno or 0, error.strerror or str(error))
+    return (
+        f"The checkpoint was not written: {why}. An earlier checkpoint there is as it was, and the run can go on; make "
+        "room, or save elsewhere"
+    )

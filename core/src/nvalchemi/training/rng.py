@@ -1,0 +1,57 @@
+"""The states of all random number generators that training draws from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["capture_rng", "restore_rng"]
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the states of the generators of python, numpy, torch and CUDA as plain data; nothing is drawn.
+
+    numpy counts if it is imported, CUDA if it is in use: otherwise nothing has drawn from them.
+
+    Examples
+    --------
+    >>> state = capture_rng()
+    >>> drawn = torch.rand(3)
+    >>> restore_rng(state)
+    >>> torch.equal(drawn, torch.rand(3))
+    True
+    """
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    if torch.cuda.is_initialized():
+        state["cuda"] = [one.cpu() for one in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set all generators to the states that `capture_rng` returned.
+
+    States of CUDA devices that this machine lacks are passed over, as is numpy's where it is not installed.
+    """
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        _restore_numpy(state["numpy"])
+    for device, one in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(one, device)
+
+
+def _restore_numpy(state: Any) -> None:
+    try:
+        import numpy
+    except ImportError:  # then nothing here can draw from it
+        return
+    name, keys, position, has_gauss, gauss = state
+    numpy.random.set_state((name, keys, position, has_gauss, gauss))

@@ -1,0 +1,153 @@
+"""Models, optimizers and schedulers to plain data and back; all is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.errors import CheckpointMismatchError
+from nvalchemi.training.plain import host_copy
+from nvalchemi.training.unwrap import bare_module
+
+__all__ = [
+    "check_model",
+    "check_models",
+    "check_steppers",
+    "gradients_of",
+    "load_gradients",
+    "load_models",
+    "load_steppers",
+    "model_states",
+    "stepper_states",
+]
+
+_ELSEWHERE = "or load the models alone"
+
+
+def model_states(models: Mapping[str, nn.Module], copied: dict[Any, Tensor]) -> dict[str, Any]:
+    """Return the states of models, under the names they have without wrappers."""
+    return {name: host_copy(dict(bare_module(model).state_dict()), copied=copied) for name, model in models.items()}
+
+
+def gradients_of(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    """Return the gradients that are there, by model and parameter."""
+    return {
+        key: {name: host_copy(p.grad) for name, p in bare_module(model).named_parameters() if p.grad is not None}
+        for key, model in models.items()
+    }
+
+
+def stepper_states(steppers: Sequence[Any], copied: dict[Any, Tensor]) -> list[dict[str, Any]]:
+    """Return class and state of optimizers or schedulers; of optimizers also the shapes of what they train."""
+    return [
+        {
+            "class": _class_name(stepper),
+            "state": host_copy(stepper.state_dict(), copied=copied),
+            **({"shapes": _shapes(stepper)} if isinstance(stepper, torch.optim.Optimizer) else {}),
+        }
+        for stepper in steppers
+    ]
+
+
+def check_models(models: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
+    """Refuse states that do not fit models: by model, tensor, and both shapes."""
+    if set(models) != set(states):
+        raise CheckpointMismatchError(
+            f"The checkpoint holds the models {sorted(states)}, but the run has {sorted(models)}; use the same names."
+        )
+    for name, model in models.items():
+        check_model(name, bare_module(model), states[name])
+
+
+def check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse a state that does not fit a model, before anything is changed."""
+    own = model.state_dict()
+    missing, extra = [key for key in own if key not in state], [key for key in state if key not in own]
+    if missing or extra:
+        raise CheckpointMismatchError(
+            f"The checkpoint's model {name!r} does not fit the {type(model).__name__}: "
+            f"{_some('not in the file', missing)}{'; ' if missing and extra else ''}"
+            f"{_some('not in the model', extra)}. Build the model as it was when it was saved."
+        )
+    for key, tensor in own.items():
+        saved = state[key]
+        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            continue
+        if not isinstance(saved, Tensor) or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            raise CheckpointMismatchError(
+                f"{name}.{key} is {_described(saved)} in the checkpoint, but {_described(tensor)} in the "
+                f"{type(model).__name__}; build the model as it was when it was saved."
+            )
+
+
+def check_steppers(kind: str, steppers: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states that do not fit optimizers or schedulers (`kind`, for messages)."""
+    own, saved = [_class_name(stepper) for stepper in steppers], [state["class"] for state in states]
+    if own != saved:
+        raise CheckpointMismatchError(
+            f"The checkpoint holds the {kind}s {saved}, but the run has {own}; configure the same ones, {_ELSEWHERE}."
+        )
+    for place, (stepper, state) in enumerate(zip(steppers, states, strict=True)):
+        if "shapes" in state and state["shapes"] != _shapes(stepper):
+            raise CheckpointMismatchError(
+                f"{kind} {place} ({own[place]}) trains parameters of the shapes {_shapes(stepper)}, but those in the "
+                f"checkpoint are {state['shapes']}; give it the same parameters in the same groups, {_ELSEWHERE}."
+            )
+
+
+def load_models(models: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
+    """Copy checked states into models."""
+    for name, model in models.items():
+        bare_module(model).load_state_dict(states[name])
+
+
+def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
+    """Give optimizers or schedulers copies of checked states."""
+    for stepper, state in zip(steppers, states, strict=True):
+        own = host_copy(state["state"])
+        stepper.load_state_dict(own)
+        if isinstance(stepper, torch.optim.Optimizer):
+            _give_dtypes_back(stepper, own)
+
+
+def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Give parameters the gradients of a window that was open; all others have none."""
+    for key, model in models.items():
+        saved = gradients.get(key, {})
+        for name, parameter in bare_module(model).named_parameters():
+            parameter.grad = saved[name].to(parameter.device, copy=True) if name in saved else None
+
+
+def _give_dtypes_back(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo the cast of ``Optimizer.load_state_dict`` to the dtype of the parameter, which rounds fp32 state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for parameter, place in zip(parameters, places, strict=True):
+        for key, saved in state["state"].get(place, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][key] = saved.to(loaded.device)
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
+    return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _some(title: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{title}: {', '.join(names[:3])}{more}"
