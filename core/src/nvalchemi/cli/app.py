@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
-from nvalchemi.cli import hooks_list
+from nvalchemi.cli import checkpoint_show, checkpoint_verify, hooks_list
 from nvalchemi.cli.parsers import add_group, version_action
 
 __all__ = ["ExitCode", "main"]
@@ -22,8 +22,10 @@ exit codes:
   141  whoever read the output went away
 
 examples:
-  nvalchemi hooks list          what is installed, and whether it can be used
-  nvalchemi hooks list --json   the same for a program
+  nvalchemi hooks list              what is installed, and whether it can be used
+  nvalchemi hooks list --json       the same for a program
+  nvalchemi checkpoint show ROOT    what a checkpoint holds, and whether it would load here
+  nvalchemi checkpoint verify ROOT  whether its files are what was saved
 """
 
 
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nvalchemi",
-        description="Training hooks that compose: see what is installed.",
+        description="Training hooks that compose: see what is installed, and what was saved.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -78,4 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     words = add_group(parser, "command")
     hooks = words.add_parser("hooks", help="installed hooks", description="Everything about installed hooks.")
     hooks_list.add_to(add_group(hooks, "hooks command"))
+    checkpoint = words.add_parser("checkpoint", help="checkpoints", description="Everything about checkpoints.")
+    commands = add_group(checkpoint, "checkpoint command")
+    checkpoint_show.add_to(commands)
+    checkpoint_verify.add_to(commands)
     return parser

@@ -7,6 +7,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
+from nvalchemi.cli.parsers import print_columns
+
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
     from nvalchemi.hooks.plugins.catalog import HookListing
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     elif sys.stdout.isatty():
         _print_table(hooks)
     else:
-        _print_columns(hooks)
+        print_columns([_TITLES, *map(_cells, hooks)])
     return 0
 
 
@@ -102,14 +104,6 @@ def _cells(hook: HookListing) -> tuple[str, ...]:
         hook.target,
         hook.reason,
     )
-
-
-def _print_columns(hooks: list[HookListing]) -> None:
-    """Print aligned columns, as wide as they need to be: for a pipe, a file, or a reader without colours."""
-    rows = [_TITLES, *map(_cells, hooks)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _print_table(hooks: list[HookListing]) -> None:

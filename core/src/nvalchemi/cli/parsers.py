@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_group", "version_action"]
+__all__ = ["add_group", "print_columns", "version_action"]
 
 
 def add_group(parser: argparse.ArgumentParser, title: str) -> Subparsers:
@@ -26,6 +26,13 @@ def add_group(parser: argparse.ArgumentParser, title: str) -> Subparsers:
 def version_action() -> type[argparse.Action]:
     """Return the action of ``--version``, which reads the metadata only when it is asked to."""
     return _Version
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns, as wide as they need to be: for a pipe, a file, or a reader without colours."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 class _Version(argparse.Action):

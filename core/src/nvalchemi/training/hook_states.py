@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning, HookConflictError, HookStateMissingError
 from nvalchemi.hooks.protocols import CheckpointableHook
 from nvalchemi.metadata import Provenance, entry_points, provenance_of
+from nvalchemi.training.plain import host_copy
 
 if TYPE_CHECKING:
     from nvalchemi.hooks.registry import HookRegistry
@@ -140,7 +141,9 @@ class HookStates:
                 error.add_note(_where(key, states[key], hook))
                 raise
             loaded.append((hook, before))
-        self._kept = {key: dict(one) for key, one in states.items() if "state" in one and key not in self._hooks}
+        self._kept = {
+            key: host_copy(dict(one)) for key, one in states.items() if "state" in one and key not in self._hooks
+        }
         for key, record in self._kept.items():
             warnings.warn(_left_over(key, record), CheckpointWarning, stacklevel=4)
 

@@ -90,8 +90,8 @@ class ModelSpec:
             name = self.target.rpartition(":")[2]
             raise ModelNotAllowedError(
                 f"The file wants to build {self.target}, which is no class of torch.nn and was not allowed; nothing of "
-                f"it was imported. If you trust it: allow=[{name}], or allow=[{self.target.partition(':')[0]!r}] for its "
-                "module."
+                f"it was imported. If you trust it: allow=[{name}], or allow=[{self.target.partition(':')[0]!r}] for "
+                "its module."
             )
         for spec in _specs_in(self.kwargs):
             spec.check(allowed)
@@ -131,6 +131,7 @@ class ModelSpec:
         if given is not None:
             return given
         module, _, name = self.target.partition(":")
+        found: Callable[..., Any] | None
         try:
             found = _attribute(importlib.import_module(module), name)
         except ImportError as error:
@@ -222,8 +223,8 @@ def _checked_value(value: Any, where: str) -> Any:
                 )
         return {key: _checked_value(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise ModelSpecError(
-        f"{where} is {value!r}, a {type(value).__name__}, which cannot be written down; use None, finite numbers, strings, "
-        "lists, tuples, dicts, dtypes, or create_model_spec(...) for a model inside."
+        f"{where} is {value!r}, a {type(value).__name__}, which cannot be written down; use None, finite numbers, "
+        "strings, lists, tuples, dicts, dtypes, or create_model_spec(...) for a model inside."
     )
 
 

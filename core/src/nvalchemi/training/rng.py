@@ -29,7 +29,7 @@ def capture_rng() -> dict[str, Any]:
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, gauss = numpy.random.get_state()
         state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [one.cpu() for one in torch.cuda.get_rng_state_all()]
     return state
 

@@ -53,11 +53,11 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
 def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     """Give a strategy a state; see `TrainingStrategy.load_state_dict`."""
     run = state["run"]
+    if run["is_set_up"]:
+        strategy.setup()  # a hook may change models there; it happens before the first batch anyway
     check_models(strategy.models, state["models"])
     strategy._hook_states.check(state["hooks"], fresh)
-    if run["is_set_up"]:
-        strategy.setup()
-    elif strategy.optimizers:
+    if not run["is_set_up"] and strategy.optimizers:
         raise CheckpointMismatchError(
             "The state is that of a run before its first batch, but this strategy has optimizers already; load it into "
             "a new one."

@@ -74,7 +74,7 @@ def check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
         )
     for key, tensor in own.items():
         saved = state[key]
-        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
             continue
         if not isinstance(saved, Tensor) or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
             raise CheckpointMismatchError(

@@ -53,6 +53,7 @@ def write_sections(
         An ``OSError`` with the cause: what was written is removed, and the earlier checkpoint is as it was.
     """
     root = Path(root)
+    complete = False
     folder = root / f"data-{secrets.token_hex(8)}"  # from the system's entropy: no generator of the run is drawn from
     try:
         folder.mkdir(parents=True)
@@ -64,14 +65,13 @@ def write_sections(
         _write_text(folder / MANIFEST, manifest.to_json())
         _flush_folder(folder)
         (folder / MANIFEST).replace(root / MANIFEST)
+        complete = True
         _flush_folder(root)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now is removed by the next save
         raise CheckpointWriteError(error.errno, _not_written(error), str(root)) from error
-    except BaseException:
-        if not (root / MANIFEST).exists() or read_manifest(root).data != folder.name:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    finally:
+        if not complete:
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now is removed by the next save
     _remove_others(root, manifest)
     return manifest
 
@@ -140,7 +140,7 @@ def _write_section(folder: Path, file: str, section: Any) -> SectionFile:
     with (folder / file).open("wb") as raw:
         summing = _Summing(raw)
         try:
-            torch.save(section, summing)
+            torch.save(section, summing)  # type: ignore[arg-type]  # it asks for `write` and `flush` only
         except Exception:  # torch wraps what the file raised in errors of its own
             if summing.error is not None:
                 raise summing.error from None

@@ -12,7 +12,16 @@ from typing import Any
 
 from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMissingError
 
-__all__ = ["DATA_FOLDER", "FORMAT", "MANIFEST", "Manifest", "SectionFile", "read_manifest", "verify_section"]
+__all__ = [
+    "DATA_FOLDER",
+    "FORMAT",
+    "MANIFEST",
+    "Manifest",
+    "SectionFile",
+    "read_manifest",
+    "section_path",
+    "verify_section",
+]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
