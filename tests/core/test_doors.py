@@ -16,7 +16,13 @@ from nvalchemi.errors import HookNotInstalledError, PluginLoadError
 from nvalchemi.hooks import refresh_hooks
 from nvalchemi.official import OFFICIAL_HOOKS
 
-DOORS = ["nvalchemi.hooks", "nvalchemi.training", "nvalchemi.training.hooks", "nvalchemi.hooks.plugins"]
+DOORS = [
+    "nvalchemi.hooks",
+    "nvalchemi.training",
+    "nvalchemi.training.hooks",
+    "nvalchemi.training.checkpoint",
+    "nvalchemi.hooks.plugins",
+]
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
@@ -24,7 +30,15 @@ CORE_NAMES = {
         "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel", "ProvidesInferenceContext", "TrainContext",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
     },
-    "nvalchemi.training": {"OptimizerConfig", "TrainingStage", "TrainingStrategy", "Validation", "ValidationResult"},
+    "nvalchemi.training": {
+        "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
+        "ValidationResult", "bare_module", "create_model_spec", "load_checkpoint", "load_training", "save_checkpoint",
+        "save_training", "take_snapshot",
+    },
+    "nvalchemi.training.checkpoint": {
+        "LoadedModels", "Snapshot", "load_checkpoint", "load_training", "save_checkpoint", "save_training",
+        "take_snapshot",
+    },
     "nvalchemi.training.hooks": {
         "AlwaysVeto", "PassThrough", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
         "UpdatePriority",
