@@ -9,6 +9,7 @@ Importing this module imports nothing else; the hook is imported when it is firs
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ __all__ = ["CheckpointHook", "best_checkpoint", "latest_checkpoint"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nvalchemi_hooks_checkpoint import hook, retention
-
-    value = getattr(hook if name == "CheckpointHook" else retention, name)
+    module = "hook" if name == "CheckpointHook" else "retention"  # looking for a checkpoint needs no torch
+    value = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

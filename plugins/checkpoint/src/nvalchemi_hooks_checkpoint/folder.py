@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,17 +40,12 @@ class CheckpointFolder:
     on_error : {"raise", "warn"}
         What becomes of a write that failed.
 
-    Attributes
-    ----------
-    is_ours : bool
-        The checkpoints in it belong to this run.
     """
 
     _in_use: ClassVar[WeakValueDictionary[Path, CheckpointFolder]] = WeakValueDictionary()
 
     def __init__(self, root: Path, kept: Retention, writer: Writer, *, on_error: str) -> None:
         self.root, self.kept, self.writer, self.on_error = root, kept, writer, on_error
-        self.is_ours = False
         self._save: Save | None = None  # the one that the writer has, or had
 
     def claim(self) -> None:
@@ -67,7 +63,7 @@ class CheckpointFolder:
                 f"CheckpointHook: root {self.root} is in use by another CheckpointHook; give each a root of its "
                 "own, or close the other first."
             )
-        if self.is_ours:
+        if self.kept.claimed:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         if found := complete_checkpoints(self.root):
@@ -76,7 +72,7 @@ class CheckpointFolder:
                 "this run would overwrite. To go on with that one, load it before training: "
                 "load_training(latest_checkpoint(root), strategy). Else give another root, or remove this one."
             )
-        self.is_ours = True
+        self.kept.claimed = True
 
     def save(self, run: Any, step: int, *, best_value: float | None = None) -> None:
         """Save a run as it is now, unless its step is saved already; return when it is copied.
@@ -104,6 +100,12 @@ class CheckpointFolder:
         self._save = Save(snapshot, self.root / name, surplus, self.kept.state())
         self.writer.submit(self._save)
 
+    def is_better(self, value: float) -> bool:
+        """Return whether a value is better than that of every checkpoint; wait for one of which that is not sure."""
+        if self._save is not None and self.kept.best == self._save.folder.name:
+            self.flush()  # it may have failed, and then the value before counts
+        return self.kept.improves(value)
+
     def mark_best(self, value: float) -> None:
         """Put the last one down as the best."""
         self.kept.mark(value)
@@ -118,6 +120,8 @@ class CheckpointFolder:
                 self.kept.forget(folder.name)
             if not save.written:
                 self.kept.withdraw(save.folder.name)
+                with suppress(OSError):  # the next save writes it again, and until then it names one that is not there
+                    write_index(self.root, self.kept.state())
         if failure is not None:
             self._complain(failure, save.folder if save is not None and not save.written else self.root)
 
@@ -146,7 +150,10 @@ class CheckpointFolder:
     def _complain(self, failure: BaseException, where: Path) -> None:
         latest = latest_checkpoint(self.root)
         rest = f"the latest checkpoint is {latest}" if latest else "there is no earlier checkpoint"
-        message = f"CheckpointHook failed to write {where}: {failure} Training can go on; {rest}."
+        reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else repr(failure)
+        message = f"CheckpointHook failed to write {where}. {reason}. Training can go on; {rest}."
         if self.on_error == "raise":
-            raise CheckpointWriteError(message) from failure
+            error = CheckpointWriteError(message)
+            error.errno = failure.errno if isinstance(failure, OSError) else None
+            raise error from failure
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -177,7 +177,6 @@ class CheckpointHook:
             It is not what `state_dict` returned; nothing is changed.
         """
         self._kept.load(state, self.root)
-        self._folder.is_ours = True
 
     def _after_batch(self, ctx: TrainContext) -> None:
         self._window_open = not ctx.window_complete
@@ -202,7 +201,7 @@ class CheckpointHook:
                 "these, or let loss_fn return it."
             )
         value = float(result[metric])
-        if not self._kept.improves(value):
+        if not self._folder.is_better(value):
             return
         if self._kept.holds(ctx.step_count):
             self._folder.mark_best(value)

@@ -24,6 +24,7 @@ __all__ = [
 
 INDEX = "index.json"
 _MANIFEST = "manifest.json"  # a checkpoint is complete when this is there: it is the last to be written
+_STATE = ("claimed", "kept", "best", "best_value", "metric", "mode")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -112,6 +113,15 @@ class Retention:
     mode : {"min", "max"}
         Whether a low or a high value is good.
 
+    Attributes
+    ----------
+    names : list of str
+        The checkpoints in the order of writing.
+    best : str, optional
+        The best of them, of the value `best_value`.
+    claimed : bool
+        The folder belongs to this run.
+
     Examples
     --------
     >>> record = Retention(keep=1, metric="loss", mode="min")
@@ -123,7 +133,8 @@ class Retention:
 
     def __init__(self, *, keep: int | None, metric: str | None, mode: str) -> None:
         self._keep, self._metric, self._mode = keep, metric, mode
-        self.names: list[str] = []  # in the order of writing
+        self.claimed = False
+        self.names: list[str] = []
         self.best: str | None = None
         self.best_value: float | None = None
         self._best_before: tuple[str | None, float | None] = (None, None)  # should the last one fail
@@ -173,7 +184,7 @@ class Retention:
     def state(self) -> dict[str, Any]:
         """Return the record as plain data."""
         best = {"best": self.best, "best_value": self.best_value, "metric": self._metric, "mode": self._mode}
-        return {"kept": list(self.names), **best}
+        return {"claimed": self.claimed, "kept": list(self.names), **best}
 
     def load(self, state: Mapping[str, Any], root: Path) -> None:
         """Take over a record, as far as its checkpoints are in `root`.
@@ -187,7 +198,9 @@ class Retention:
             It is not what `state` returns; nothing is changed.
         """
         kept, complete, index = _checked(state), complete_checkpoints(root), _read_index(root)
-        abandoned = [name for name in index.get("kept", ()) if name in complete and name not in kept]
+        written = index.get("kept", ()) if state["claimed"] else ()
+        abandoned = [name for name in written if name in complete and name not in kept]
+        self.claimed = state["claimed"]
         self.names = abandoned + [name for name in kept if name in complete]
         self.best = self.best_value = None
         for known in (index, state):  # the index may know of a best that was found after this state was taken
@@ -212,8 +225,8 @@ def _read_index(root: Path) -> dict[str, Any]:
 
 
 def _checked(state: Any) -> list[str]:
-    expected = "give what CheckpointHook.state_dict() returned: kept, best, best_value, metric and mode"
-    if not isinstance(state, Mapping) or set(state) != {"kept", "best", "best_value", "metric", "mode"}:
+    expected = f"give what CheckpointHook.state_dict() returned: {', '.join(_STATE)}"
+    if not isinstance(state, Mapping) or set(state) != set(_STATE) or type(state["claimed"]) is not bool:
         raise ValueError(f"CheckpointHook: the state is {state!r}; {expected}.")
     kept, best, value = state["kept"], state["best"], state["best_value"]
     names = isinstance(kept, list) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in kept)

@@ -82,10 +82,11 @@ class Writer:
 
     Examples
     --------
-    >>> writer = Writer()
-    >>> writer.submit(lambda: print("written"))
+    >>> writer, written = Writer(), []
+    >>> writer.submit(lambda: written.append("the first"))
     >>> writer.wait()
-    written
+    >>> written
+    ['the first']
     >>> writer.submit(lambda: 1 / 0)
     >>> writer.wait()
     ZeroDivisionError('division by zero')
@@ -106,7 +107,8 @@ class Writer:
             return
         done: Future[None] = Future()
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except Exception as error:  # whatever it is, `wait` hands it out
             done.set_exception(error)
         self._pending.append(done)
