@@ -40,7 +40,7 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "PassThrough", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
+        "AlwaysVeto", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
         "UpdatePriority",
     },
 }  # fmt: skip

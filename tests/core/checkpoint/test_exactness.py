@@ -69,7 +69,7 @@ def test_a_run_can_be_saved_between_passes(resume, all_hooks, stage):
 def test_validation_that_was_due_is_made_up_and_none_is_made_twice(
     resume, all_hooks, make_loader, make_strategy, stage, every
 ):
-    """Random numbers that validation draws, and a scheduler that follows it, are the same whenever the run was saved."""
+    """Random numbers that validation draws, and a scheduler that follows it, are the same whenever it was saved."""
     config = OptimizerConfig(
         optimizer_kwargs={"lr": 0.05}, scheduler_cls="ReduceLROnPlateau", scheduler_kwargs={"patience": 0}
     )

@@ -179,7 +179,7 @@ FOREIGN = {
     "optimizer": ({"optimizer_configs": "SGD"},
                   r"holds the optimizers \['torch.optim.adamw.AdamW'\], but the run has \['torch.optim.sgd.SGD'\]"),
     "scheduler": ({"optimizer_configs": "AdamW"}, r"holds the schedulers \['.*StepLR'\], but the run has \[\]"),
-    "groups": ({"optimizer_configs": "groups"}, r"optimizer 0 \(torch.optim.adamw.AdamW\) trains parameters of the shape"),
+    "groups": ({"optimizer_configs": "groups"}, r"optimizer 0 \(torch.optim.adamw.AdamW\) trains parameters of"),
 }  # fmt: skip
 
 
