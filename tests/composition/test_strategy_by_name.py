@@ -38,9 +38,10 @@ def make_strategy(make_model):
 
 
 def test_every_official_name_is_listed_with_its_distribution():
-    """Listing names the five official hooks, each available and from its own distribution."""
+    """Listing names the official hooks, each available and from its own distribution."""
     listed = {hook.name: hook for hook in list_hooks()}
     assert {name: hook.distribution for name, hook in listed.items()} == {
+        "checkpoint": "nvalchemi-hooks-checkpoint",
         "ema": "nvalchemi-hooks-ema",
         "grad_clip": "nvalchemi-hooks-grad-clip",
         "loss_scaling": "nvalchemi-hooks-loss-scaling",

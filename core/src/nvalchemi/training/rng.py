@@ -25,10 +25,11 @@ def capture_rng() -> dict[str, Any]:
     >>> torch.equal(drawn, torch.rand(3))
     True
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, words, pending = random.getstate()
+    state: dict[str, Any] = {"python": [version, torch.tensor(words), pending], "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+        name, words, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [str(name), torch.tensor(words.tolist()), int(position), int(has_gauss), float(gauss)]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [one.cpu() for one in torch.cuda.get_rng_state_all()]
     return state
@@ -39,8 +40,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
     States of CUDA devices that this machine lacks are passed over, as is numpy's where it is not installed.
     """
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
+    version, words, pending = state["python"]
+    random.setstate((version, tuple(words.tolist()), pending))
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         _restore_numpy(state["numpy"])
@@ -53,5 +54,5 @@ def _restore_numpy(state: Any) -> None:
         import numpy
     except ImportError:  # then nothing here can draw from it
         return
-    name, keys, position, has_gauss, gauss = state
-    numpy.random.set_state((name, keys, position, has_gauss, gauss))
+    name, words, position, has_gauss, gauss = state
+    numpy.random.set_state((name, words.tolist(), position, has_gauss, gauss))
