@@ -180,7 +180,7 @@ class CheckpointHook:
 
     def _after_batch(self, ctx: TrainContext) -> None:
         self._window_open = not ctx.window_complete
-        if ctx.step_skipped or self._window_open:
+        if ctx.step_skipped:  # so it is in an open window, too
             return
         if self._overdue or (self.every_steps and ctx.step_count % self.every_steps == 0):
             self._save(ctx)
