@@ -119,6 +119,11 @@ class Gate:
         self.threads: set[int] = set()
         self.failures: list[Exception | None] = []  # of the writes to come
 
+    def open_soon(self) -> None:
+        """Hold up the next write, and let it go after a while."""
+        self.opened.clear()
+        threading.Timer(0.3, self.opened.set).start()
+
     def take_snapshot(self, run):
         self.copies.append(run.step_count)
         self.alive += 1

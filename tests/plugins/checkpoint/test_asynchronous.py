@@ -70,8 +70,7 @@ def test_a_second_write_waits_and_holds_no_second_copy(root, strategy, gate):
 def test_leaving_the_run_waits_for_the_last_write(root, strategy, gate, steps):
     """When `run` returns, everything that was due is on the disk, although the writer was slow."""
     made = strategy(CheckpointHook(root=root, every_steps=4), num_steps=4)
-    gate.opened.clear()
-    threading.Timer(0.3, gate.opened.set).start()
+    gate.open_soon()
     made.run(BATCHES)
     assert steps(root) == [4]
     assert not [one for one in threading.enumerate() if one.name.startswith("checkpoint-writer")]
@@ -106,19 +105,22 @@ def test_synchronous_writing_starts_no_thread(root, strategy, gate):
     assert gate.threads == {threading.get_ident()}
 
 
-def test_outside_a_run_a_save_is_complete_when_it_returns(root, strategy):
+def test_outside_a_run_a_save_is_complete_when_it_returns(root, strategy, gate):
     """Where nobody enters the hook nobody closes it either, so nothing is left to be done later."""
     made = strategy(CheckpointHook(root=root, every_steps=1), num_steps=99)
+    gate.open_soon()
     batch(None, made)
     assert latest_checkpoint(root).name == "step-00000001"
 
 
-def test_flush_waits_for_the_write(root, strategy):
+def test_flush_waits_for_the_write(root, strategy, gate):
     """After a flush the checkpoint of a moment ago is on the disk, while the run is still open."""
     hook = CheckpointHook(root=root, every_steps=1)
     made = strategy(hook, num_steps=99)
     with hook:
+        gate.open_soon()
         batch(hook, made)
+        assert latest_checkpoint(root) is None
         hook.flush()
         assert latest_checkpoint(root).name == "step-00000001"
 
