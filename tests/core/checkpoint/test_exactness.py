@@ -107,6 +107,13 @@ def test_a_generator_of_the_loaders_own_is_found_again(resume, all_hooks):
     assert resume(S.AFTER_BATCH, at, hooks=all_hooks, own_seed=5, num_epochs=3) == []
 
 
+def test_a_generator_of_the_loaders_own_is_found_again_between_passes(resume, all_hooks, make_loader):
+    """Saved when one pass is over and the next has not begun, the next pass has the order it would have had."""
+    plan = Validation(loader=list(make_loader()))
+    at = lambda ctx: ctx.epoch == 1  # noqa: E731 - two words, used once
+    assert resume(S.AFTER_VALIDATION, at, hooks=all_hooks, own_seed=5, num_epochs=3, validation=plan) == []
+
+
 def test_a_loader_without_its_generator_is_refused(make_strategy, make_loader, tmp_path):
     """A loader that lacks the generator whose state was saved would give other batches: it is named."""
     strategy = make_strategy()
