@@ -141,6 +141,8 @@ class _Gated:
         gate.arrived.set()
         assert gate.opened.wait(60)
         if failure := gate.failures.pop(0) if gate.failures else None:
+            Path(root).mkdir(exist_ok=True)
+            (Path(root) / "half").touch()
             raise failure
         self.snapshot.write(root)
         gate.written.append(Path(root).name)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def test_a_second_write_waits_and_holds_no_second_copy(root, strategy, gate):
     assert gate.written == [f"step-{step:08}" for step in range(1, 8)]
     assert gate.most_alive == 1
     assert gate.alive == 0
+
+
+def test_a_copy_that_is_written_is_let_go_of(root, strategy, gate):
+    """The memory of a copy is free when it is on the disk, not only when the next one is taken."""
+    hook = CheckpointHook(root=root, every_steps=1)
+    made = strategy(hook, num_steps=99)
+    with hook:
+        batch(hook, made)
+        deadline = time.monotonic() + 60
+        while gate.alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (gate.alive, gate.written) == (0, ["step-00000001"])
 
 
 def test_leaving_the_run_waits_for_the_last_write(root, strategy, gate, steps):

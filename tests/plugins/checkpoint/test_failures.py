@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
 
@@ -112,11 +113,13 @@ def test_a_best_that_was_not_written_is_not_the_best(root, strategy, gate):
 
 def test_a_copy_that_cannot_be_taken_is_an_error_at_once(root, strategy, monkeypatch):
     """State that cannot be saved at all is a mistake in a program, no accident: it is raised where it happens."""
-    made = strategy(CheckpointHook(root=root, every_steps=2, on_error="warn"), num_steps=4)
+    hook = CheckpointHook(root=root, every_steps=2, on_error="warn")
+    made = strategy(hook, num_steps=4)
     monkeypatch.setattr(type(made), "state_dict", lambda self: {"run": {"oops": object()}})
     with pytest.raises(TypeError, match="oops"):
         made.run(BATCHES)
     assert latest_checkpoint(root) is None
+    assert hook.state_dict()["kept"] == []
 
 
 LIMITED = """
@@ -167,3 +170,17 @@ def test_several_failures_are_all_told():
     assert len(failure.__notes__) == 2
     assert writer.wait() is None
     writer.close()
+
+
+def test_half_a_checkpoint_is_never_taken_for_one(root, run, monkeypatch):
+    """A removal that fails on its way leaves something that is not complete, is reported, and loses no other."""
+    hook = CheckpointHook(root=root, every_steps=2, keep=1)
+
+    def fail(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with pytest.raises(CheckpointWriteError, match=r"Permission denied.*the latest checkpoint is .*step-00000004"):
+        run(hook, num_steps=4)
+    assert latest_checkpoint(root) == root / "step-00000004"
+    assert not (root / "step-00000002" / "manifest.json").exists()

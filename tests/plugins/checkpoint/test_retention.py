@@ -90,14 +90,15 @@ def test_record_and_best_survive_a_resume(root, strategy, steps):
     assert best_checkpoint(root) == root / "step-00000008"
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_leads_back_to_itself(root, strategy, run, steps):
+@pytest.mark.parametrize(("keep", "left"), [(2, [2, 3]), (3, [2, 3, 6]), (9, [2, 3, 4, 6])])
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_leads_back_to_itself(root, strategy, run, steps, keep, left):
     """The latest is what was written last, not the highest step; what was given up is the first to be removed."""
     run(CheckpointHook(root=root, every_steps=2, keep=3), num_steps=6)
     assert steps(root) == [2, 4, 6]
-    other = strategy(CheckpointHook(root=root, every_steps=1, keep=2), num_steps=3)
+    other = strategy(CheckpointHook(root=root, every_steps=1, keep=keep), num_steps=3)
     load_training(root / "step-00000002", other)
     other.run(BATCHES)
-    assert steps(root) == [2, 3]
+    assert steps(root) == left
     assert latest_checkpoint(root) == root / "step-00000003"
 
 

@@ -197,17 +197,14 @@ class Retention:
         ValueError
             It is not what `state` returns; nothing is changed.
         """
-        kept, complete, index = _checked(state), complete_checkpoints(root), _read_index(root)
-        written = index.get("kept", ()) if state["claimed"] else ()
+        kept, complete = _checked(state), complete_checkpoints(root)
+        written = _read_index(root).get("kept", ()) if state["claimed"] else ()
         abandoned = [name for name in written if name in complete and name not in kept]
         self.claimed = state["claimed"]
         self.names = abandoned + [name for name in kept if name in complete]
         self.best = self.best_value = None
-        for known in (index, state):  # the index may know of a best that was found after this state was taken
-            ours = known and (known["metric"], known["mode"]) == (self._metric, self._mode)
-            if ours and known["best"] in kept and known["best"] in complete:
-                self.best, self.best_value = known["best"], known["best_value"]
-                break
+        if (state["metric"], state["mode"]) == (self._metric, self._mode) and state["best"] in complete:
+            self.best, self.best_value = state["best"], state["best_value"]
         self._best_before = self.best, self.best_value
 
 
