@@ -167,6 +167,16 @@ def test_a_state_that_is_none_is_refused(root, run, bad):
     assert hook.state_dict() == before
 
 
+def test_the_state_of_a_new_hook_gives_no_right_to_the_folder(root, run, strategy):
+    """Taking back a load that failed leaves a hook as new: another run's checkpoints are neither its own nor removed."""
+    run(CheckpointHook(root=root, every_steps=2), num_steps=4)
+    hook = CheckpointHook(root=root, every_steps=2)
+    hook.load_state_dict(hook.state_dict())
+    assert hook.state_dict()["kept"] == []
+    with pytest.raises(FileExistsError):
+        strategy(hook, num_steps=4).run(BATCHES)
+
+
 def test_a_state_is_kept_as_it_was(root, run):
     """A state that was taken does not change with the run."""
     hook = CheckpointHook(root=root, every_steps=2)

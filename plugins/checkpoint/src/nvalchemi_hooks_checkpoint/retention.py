@@ -145,7 +145,7 @@ class Retention:
 
     def improves(self, value: float) -> bool:
         """Return whether a value of the metric is better than the best so far; nan never is."""
-        if self.best_value is None or math.isnan(value):
+        if self.best_value is None:
             return not math.isnan(value)
         return value < self.best_value if self._mode == "min" else value > self.best_value
 
