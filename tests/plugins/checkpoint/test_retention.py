@@ -168,7 +168,7 @@ def test_a_state_that_is_none_is_refused(root, run, bad):
 
 
 def test_the_state_of_a_new_hook_gives_no_right_to_the_folder(root, run, strategy):
-    """Taking back a load that failed leaves a hook as new: another run's checkpoints are neither its own nor removed."""
+    """Taking back a load that failed leaves a hook as new: another run's checkpoints are not its own."""
     run(CheckpointHook(root=root, every_steps=2), num_steps=4)
     hook = CheckpointHook(root=root, every_steps=2)
     hook.load_state_dict(hook.state_dict())
