@@ -191,6 +191,7 @@ class TrainContext(HookContext):
     def gradients(self) -> dict[str, Tensor]:
         """The true (unscaled) gradients by parameter name, of every parameter that has one.
 
+        Clipping shows in them once it was divided out: at AFTER_OPTIMIZER_STEP they are what the optimizer used.
         Names are those of the bare models, with the model's name in front when there are several. Look at the tensors,
         do not change them: where a loss scale is pending they are copies.
 

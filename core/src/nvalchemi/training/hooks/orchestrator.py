@@ -137,6 +137,7 @@ class TrainingUpdateOrchestrator:
         ctx.step_skipped, ctx.outcome = False, None
         before = self._window
         window = self._current(ctx)
+        window.begun &= window is before
         keep = False
         for child in self._before:
             keep |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, keep)
@@ -145,7 +146,7 @@ class TrainingUpdateOrchestrator:
         else:
             for optimizer in ctx.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        if window is not before:
+        if not window.begun:
             window.adopt(ctx.optimizers, ctx.grad_scaler)  # a child may have published a scaler
         elif not keep:
             self._open_window(ctx)

@@ -38,6 +38,7 @@ class UpdateWindow:
         self.optimizers = optimizers
         self.scaler = drive(scaler)
         self.decision = Decision()
+        self.begun = True  # optimizers and scaler are known
         self.closed = False
         self.unscaled = False  # the loss scale has been taken out of some gradients
         self.voting = False  # deferred vetoes count now
@@ -147,8 +148,8 @@ class UpdateWindow:
             )
         if not self.voting:
             raise HookContractError(
-                f"{type(hook).__name__} deferred a veto outside before_optimizer_step, where nobody would act on it; "
-                "defer it there."
+                f"{type(hook).__name__} deferred a veto where nobody would act on it: outside before_optimizer_step, or "
+                "in a window that is still open (ctx.window_complete is False)."
             )
         if not isinstance(flag, Tensor) or flag.dim() != 0:
             got = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
@@ -174,7 +175,7 @@ class UpdateWindow:
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
-        self.optimizers, self.scaler = optimizers, drive(scaler)
+        self.optimizers, self.scaler, self.begun = optimizers, drive(scaler), True
 
     def begin(self, hook: TrainingUpdateHook) -> None:
         """Note which hook is about to be called."""
