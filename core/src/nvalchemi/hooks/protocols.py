@@ -131,7 +131,10 @@ class GradientScaler(Protocol):
         """Return the loss, scaled."""
 
     def divisor(self, device: torch.device) -> Tensor:
-        """Return the scale of this window as a 0-dim float32 tensor on `device`."""
+        """Return the scale of this window as a 0-dim float32 tensor on `device`.
+
+        At most 2**64, so that its product with a clipping factor fits float32.
+        """
 
     def close(self, found_inf: bool | None) -> None:
         """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None)."""

@@ -148,7 +148,7 @@ class UpdateWindow:
             )
         if not self.voting:
             raise HookContractError(
-                f"{type(hook).__name__} deferred a veto where nobody would act on it: outside before_optimizer_step, or "
+                f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
                 "in a window that is still open (ctx.window_complete is False)."
             )
         if not isinstance(flag, Tensor) or flag.dim() != 0:
