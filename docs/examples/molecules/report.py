@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nvalchemi.hooks import TrainContext
-from nvalchemi.training import TrainingStage
+from nvalchemi.training import TrainingStage, ValidationResult
 
 
 class Recorder:
@@ -28,6 +29,7 @@ class Recorder:
     def __init__(self) -> None:
         self.training: list[Tensor] = []  # the force error of each batch; read at the end, so no device has to wait
         self.validation: list[tuple[int, float]] = []
+        self.validated = "live"
         self.vetoed = 0
 
     def _runs_on_stage(self, stage: TrainingStage) -> bool:
@@ -38,8 +40,9 @@ class Recorder:
         if stage is TrainingStage.AFTER_BATCH:
             self.training.append(ctx.losses["force_mae"])
             self.vetoed += ctx.step_skipped and ctx.window_complete
-        elif ctx.validation is not None:
+        elif isinstance(ctx.validation, ValidationResult):
             self.validation.append((ctx.batch_count, ctx.validation["force_mae"]))
+            self.validated = ctx.validation.weights
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,10 @@ class Report:
         file.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def plot(file: Path, recorder: Recorder, baseline: Errors, prediction: Prediction, frames: list[Frame]) -> None:
-    """Draw the learning curves and two parity plots.
+def plot(
+    file: Path, recorder: Recorder, baseline: Errors, predictions: Mapping[str, Prediction], frames: Sequence[Frame]
+) -> None:
+    """Draw the learning curves, and the last of the predictions against the labels.
 
     Raises
     ------
@@ -88,30 +93,40 @@ def plot(file: Path, recorder: Recorder, baseline: Errors, prediction: Predictio
     """
     from matplotlib.figure import Figure
 
+    weights, prediction = list(predictions.items())[-1]
+    true, means = collate(frames), composition_means(frames)
+    level = torch.tensor([means[frame.composition] for frame in frames], dtype=torch.float64)
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     curves, forces, energies = figure.subplots(1, 3)
-    _learning_curves(curves, recorder, baseline)
-    true = collate(frames)
-    _parity(forces, true.forces.flatten(), prediction.forces.flatten(), "force component, eV/Å")
-    means = composition_means(frames)
-    level = torch.tensor([means[frame.composition] for frame in frames], dtype=torch.float64)
-    _parity(energies, true.energy - level, prediction.energy - level, "energy above the mean, eV")
+    _draw_curves(curves, recorder, baseline)
+    _draw_parity(forces, true.forces.flatten(), prediction.forces.flatten(), "force component, eV/Å")
+    _draw_parity(
+        energies, true.energy - level, prediction.energy - level, "energy, eV from the mean of the composition"
+    )
+    for axes in (forces, energies):
+        axes.set_title(f"held-out configurations, {weights} weights")
     figure.savefig(file, dpi=110)
 
 
-def _learning_curves(axes: Any, recorder: Recorder, baseline: Errors) -> None:
+def _draw_curves(axes: Any, recorder: Recorder, baseline: Errors) -> None:
+    from matplotlib.ticker import LogLocator
+
     training = 1e3 * torch.stack(recorder.training).cpu()
     axes.plot(range(1, len(training) + 1), training, color="tab:gray", linewidth=0.5, alpha=0.6, label="training batch")
     if recorder.validation:
-        steps, errors = zip(*recorder.validation, strict=True)
-        axes.plot(steps, [1e3 * error for error in errors], "o-", markersize=3, label="validation")
+        batches, errors = zip(*recorder.validation, strict=True)
+        label = f"validation, {recorder.validated} weights"
+        axes.plot(batches, [1e3 * error for error in errors], "o-", markersize=3, label=label)
     axes.axhline(baseline.force_mae, color="black", linestyle="--", label="no forces at all")
     axes.set(xlabel="batch", ylabel="mean absolute force error, meV/Å", yscale="log", title="learning curves")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.legend()
 
 
-def _parity(axes: Any, true: Tensor, predicted: Tensor, quantity: str) -> None:
-    low, high = float(true.min()), float(true.max())
-    axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+def _draw_parity(axes: Any, true: Tensor, predicted: Tensor, quantity: str) -> None:
+    ends = [float(true.min()), float(true.max())]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.plot(true, predicted, ".", markersize=2, alpha=0.4)
-    axes.set(xlabel=f"reference {quantity}", ylabel="predicted", title="held-out configurations", aspect="equal")
+    axes.set(xlabel=quantity, ylabel="predicted", aspect="equal")

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.write(options.json)
         console.print(f"figures written to {options.json.resolve()}", soft_wrap=True, highlight=False)
     try:
-        plot(options.plot, recorder, report.baseline, predictions.popitem()[1], parts.held_out)
+        plot(options.plot, recorder, report.baseline, predictions, parts.held_out)
         console.print(f"picture written to {options.plot.resolve()}", soft_wrap=True, highlight=False)
     except ImportError as missing:
         console.print(f"no picture: {missing}; pip install matplotlib", highlight=False)

@@ -75,7 +75,10 @@ class CheckpointableHook(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """A hook that holds something to let go of. Closing twice must be harmless."""
+    """A hook that holds something to let go of when a run ends. Closing twice must be harmless.
+
+    A hook that is to be used in a second run opens what it needs when it is called, or has `Enterable`'s methods too.
+    """
 
     def close(self) -> None:
         """Let go."""

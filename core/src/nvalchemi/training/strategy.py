@@ -195,6 +195,7 @@ class TrainingStrategy:
             dispatch(ctx, TrainingStage.AFTER_LOSS)
             dispatch(ctx, TrainingStage.BEFORE_BACKWARD)
             dispatch(ctx, TrainingStage.DO_BACKWARD)
+            ctx.let_go_of_graph()
             ctx.loss = loss  # also where a plain hook owns the slot
             dispatch(ctx, TrainingStage.AFTER_BACKWARD)
             dispatch(ctx, TrainingStage.BEFORE_OPTIMIZER_STEP)
