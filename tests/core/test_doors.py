@@ -24,9 +24,10 @@ CORE_NAMES = {
         "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel", "ProvidesInferenceContext", "TrainContext",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
     },
-    "nvalchemi.training": {"OptimizerConfig", "TrainingStage", "TrainingStrategy", "Validation", "ValidationResult"},
+    "nvalchemi.training": {"OptimizerConfig", "TrainingStage", "TrainingStrategy", "Validation", "ValidationResult",
+                            "bare_module"},
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "PassThrough", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
+        "AlwaysVeto", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
         "UpdatePriority",
     },
 }  # fmt: skip

@@ -46,30 +46,36 @@ def trajectories(example):
 
 
 @pytest.fixture
-def run(example, tmp_path, monkeypatch, capsys):
-    """Run the command line in an empty folder; gives what it printed and its figures."""
+def folder(tmp_path, monkeypatch):
+    """An empty folder to work in; what the command line sets in torch is taken back."""
     monkeypatch.chdir(tmp_path)
     threads, random = torch.get_num_threads(), torch.get_rng_state()
-
-    def run(*arguments):
-        example.train.main([*arguments, "--json", "figures.json"])
-        return capsys.readouterr().out, json.loads(Path("figures.json").read_text(encoding="utf-8"))
-
-    yield run
+    yield tmp_path
     torch.set_num_threads(threads)
     torch.set_rng_state(random)
 
 
 @pytest.fixture
-def refused(example, tmp_path, monkeypatch, capsys):
+def run(example, folder, capsys):
+    """Run the command line; gives what it printed, in one line, and its figures."""
+
+    def run(*arguments):
+        example.train.main([*arguments, "--json", "figures.json"])
+        printed = " ".join(capsys.readouterr().out.split())
+        return printed, json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+
+    return run
+
+
+@pytest.fixture
+def refused(example, folder, capsys):
     """Run the command line, which is expected to refuse; gives what it says."""
-    monkeypatch.chdir(tmp_path)
 
     def refused(*arguments):
         with pytest.raises(SystemExit) as stop:
             example.train.main(arguments)
         assert stop.value.code == 2
-        assert not list(tmp_path.glob("*.png"))
+        assert not list(folder.glob("*.png"))
         return capsys.readouterr().err
 
     return refused
@@ -145,7 +151,7 @@ def rotation_onto(moved, fixed):
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=4))
 def test_held_out_frames_come_after_all_training_frames(example, lengths):
-    """In each trajectory: training, a gap, validation, a gap, held out to the end; or training alone, if it is short."""
+    """In each trajectory: training, a gap, validation, a gap, held out to the end; training alone if it is short."""
     trajectories = [example.data.Trajectory(str(k), [(k, t) for t in range(n)]) for k, n in enumerate(lengths)]
     if max(lengths) < example.data.SHORTEST:
         with pytest.raises(example.data.DataError, match=f"no trajectory has the {example.data.SHORTEST} frames"):
@@ -357,7 +363,7 @@ def test_hooks_can_be_chosen(run):
     assert figures["clipped"] == 0
     assert figures["averaged"] is not None
     printed, figures = run("--steps", "1", "--hooks", "")
-    assert "hooks: none" in " ".join(printed.split())
+    assert "hooks: none" in printed
 
 
 def test_own_data_can_be_trained_on(run, tmp_path):
@@ -365,7 +371,7 @@ def test_own_data_can_be_trained_on(run, tmp_path):
     ase.io.write(tmp_path / "a.xyz", water(30), format="extxyz")
     ase.io.write(tmp_path / "b.xyz", water(20, seed=1), format="extxyz")
     printed, figures = run("--data", "a.xyz,b.xyz", "--epochs", "2")
-    assert "H2O, H2O: 34 configurations to train on, 3 for the learning curve, 10 held out" in " ".join(printed.split())
+    assert "H2O, H2O: 33 configurations to train on, 3 for the learning curve, 10 held out" in printed
     assert figures["steps"] == 2 * 3
 
 
