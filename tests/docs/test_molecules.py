@@ -288,19 +288,21 @@ def test_a_periodic_cell_twice_as_large_has_twice_the_energy(example, potential,
     assert large == pytest.approx([2 * small, 2 * small], abs=1e-5)
 
 
-def test_half_precision_leaves_energies_and_forces_in_full(example, trajectories):
-    """Under autocast the results keep their dtypes, and stay near those of full precision."""
+def test_half_precision_leaves_geometry_energies_and_forces_in_full(example, trajectories):
+    """Under autocast results keep their dtypes, stay near full precision, and hardly notice how a molecule lies."""
     batch = example.graphs.collate(trajectories[0].frames[:4])
     reference = example.data.fit_reference(trajectories[0].frames)
     torch.manual_seed(0)
     potential = example.model.Potential(reference, scale=1.0).eval()
-    exact = potential(batch)
+    exact, turn = potential(batch), torch.linalg.qr(torch.randn(3, 3)).Q
+    turned = replace(batch, positions=batch.positions @ turn, shifts=batch.shifts @ turn)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            half = potential(batch)
+            half, again = potential(batch), potential(turned)
         assert (half.energy.dtype, half.forces.dtype) == (torch.float64, torch.float32)
         assert not torch.equal(half.forces, exact.forces)
         assert (half.energy - exact.energy).abs().max() < 0.02
+        assert (half.energy - again.energy).abs().max() < 1e-4
         assert (half.forces - exact.forces).abs().max() < 0.05 * exact.forces.abs().max()
 
 
