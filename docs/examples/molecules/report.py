@@ -122,7 +122,7 @@ def _draw_curves(axes: Any, recorder: Recorder, baseline: Errors) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend()
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93))
 
 
 def _draw_parity(axes: Any, true: Tensor, predicted: Tensor, quantity: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -54,6 +54,18 @@ class OptimizerConfig(BaseModel):
     scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None
     scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     parameters: Callable[[nn.Module], Iterable[Any]] | None = None
+
+    if TYPE_CHECKING:  # what may be given is more than what is kept: names become classes
+
+        def __init__(
+            self,
+            *,
+            optimizer_cls: type[torch.optim.Optimizer] | str = ...,
+            optimizer_kwargs: dict[str, Any] = ...,
+            scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | str | None = ...,
+            scheduler_kwargs: dict[str, Any] = ...,
+            parameters: Callable[[nn.Module], Iterable[Any]] | None = ...,
+        ) -> None: ...
 
     @field_validator("optimizer_cls", mode="before")
     @classmethod
