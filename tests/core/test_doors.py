@@ -20,9 +20,10 @@ DOORS = ["nvalchemi.hooks", "nvalchemi.training", "nvalchemi.training.hooks", "n
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
-        "ActivatedHook", "CheckpointableHook", "GradientScaler", "Hook", "HookContext", "HookListing", "HookOffer",
-        "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel", "ProvidesInferenceContext", "TrainContext",
-        "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
+        "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
+        "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "activate_hooks", "hookimpl", "list_hooks",
+        "provenance_of", "refresh_hooks",
     },
     "nvalchemi.training": {"OptimizerConfig", "TrainingStage", "TrainingStrategy", "Validation", "ValidationResult",
                             "bare_module"},

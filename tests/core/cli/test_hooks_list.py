@@ -90,7 +90,7 @@ def test_on_a_terminal_a_coloured_table_is_drawn(site):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site.path), os.environ.get("PYTHONPATH", "")])}
         environment |= {"TERM": "xterm-256color", "COLUMNS": "60"}
         environment.pop("NO_COLOR", None)
-        os.execve(sys.executable, [sys.executable, "-m", "nvalchemi.cli", "hooks", "list"], environment)
+        os.execve(sys.executable, [sys.executable, "-m", "nvalchemi", "hooks", "list"], environment)
     output = b""
     while True:
         try:

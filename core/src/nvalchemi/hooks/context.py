@@ -136,8 +136,9 @@ class TrainContext(HookContext):
     losses : mapping of str to torch.Tensor
         The named parts of the loss, if `loss_fn` gave several.
     grad_scaler : object, optional
-        Who scales the loss: torch's scaler, anything with its public interface, or a
-        `nvalchemi.hooks.GradientScaler`. The orchestrator alone drives it. **A hook may set it** at BEFORE_BATCH.
+        torch's scaler, anything with its public interface, or a `nvalchemi.hooks.GradientScaler`. The orchestrator
+        alone unscales by it, steps through it and updates it, but it does not scale: a scaling hook does, or the loop
+        (``ctx.loss = scaler.scale(loss)``). **A hook may set it** at BEFORE_BATCH.
     validation : mapping of str to float, optional
         The latest validation result.
     global_step_count : int

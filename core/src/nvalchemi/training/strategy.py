@@ -400,7 +400,14 @@ def _device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device:
         if not devices:
             raise ValueError("devices is empty; give a device, or leave it out so that models stay where they are.")
         devices = devices[_rank() % len(devices)]
-    return torch.device(devices)
+    try:
+        device = torch.device(devices)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that it does not know or does not have it
+        raise ValueError(
+            f"devices is {devices!r}, which cannot be used here ({error}); give 'cpu', for example."
+        ) from error
+    return device
 
 
 def _rank() -> int:

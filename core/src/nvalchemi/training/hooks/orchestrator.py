@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingUpdateOrchestrator"]
 
 _ANSWER_IGNORED = (TrainingStage.SETUP, TrainingStage.AFTER_OPTIMIZER_STEP)
+_GATED = (TrainingStage.BEFORE_BATCH, TrainingStage.DO_OPTIMIZER_STEP)
 
 
 class TrainingUpdateOrchestrator:
@@ -107,6 +108,10 @@ class TrainingUpdateOrchestrator:
         """Do the work of `stage`; a stage that is not claimed changes nothing."""
         handler = self._calls.get(stage)
         if handler is None:
+            if not isinstance(stage, TrainingStage):
+                raise TypeError(
+                    f"The stage is {stage!r}; call orchestrator(ctx, TrainingStage.BEFORE_BATCH) and so on."
+                )
             return
         try:
             handler(ctx)
@@ -302,11 +307,12 @@ class TrainingUpdateOrchestrator:
         if ctx.window is not None:
             ctx.window.begin(child)
         answer = child(ctx, stage, will_skip)
-        self._at_work = None
         if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
             raise HookContractError(
                 f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
             )
+        if stage not in _GATED:
+            self._at_work = None
         return answer
 
     def _proceeds(self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool) -> bool:
@@ -316,6 +322,7 @@ class TrainingUpdateOrchestrator:
                 f"{type(child).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
                 "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
             )
+        self._at_work = None
         return proceed
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
@@ -348,7 +355,12 @@ def _differentiable(loss: object, what: str) -> Tensor:
     if not loss.requires_grad:
         raise HookContractError(
             f"DO_BACKWARD needs a loss to differentiate, but {what} has no graph (requires_grad is False); "
-            "do not detach it, and compute it from parameters that require gradients."
+            "do not detach it, compute it from parameters that require gradients, and call DO_BACKWARD once a batch."
+        )
+    if loss.numel() != 1:
+        raise HookContractError(
+            f"DO_BACKWARD needs a scalar to differentiate, but {what} has shape {tuple(loss.shape)}; "
+            "take its mean or sum."
         )
     return loss
 
@@ -362,7 +374,9 @@ def _checked(hook: object, position: int) -> TrainingUpdateHook:
     elif isinstance(hook, type) and issubclass(hook, TrainingUpdateHook):
         advice = f"make an instance: {hook.__name__}(...)"
     elif hasattr(hook, "frequency"):
-        advice = "it is a plain hook; give it to the strategy beside the orchestrator"
+        advice = "it is a plain hook; give it to the strategy beside the orchestrator, or call it yourself"
+    elif isinstance(hook, str):
+        advice = "names are for a strategy, TrainingStrategy(hooks=[...]); here give the hook itself"
     kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
     raise TypeError(f"Argument {position} of TrainingUpdateOrchestrator is {kind}, no update hook; {advice}.")
 
