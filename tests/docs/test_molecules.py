@@ -20,6 +20,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nvalchemi
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage
 
@@ -368,6 +369,39 @@ def test_hooks_can_be_chosen(run):
     assert "hooks: none" in printed
 
 
+def test_figures_say_how_they_were_made(run, tmp_path):
+    """Seed, precision, hooks with what they were told, data and version stand in the file."""
+    ase.io.write(tmp_path / "a.xyz", water(12), format="extxyz")
+    told = ("--seed", "7", "--precision", "bf16", "--hooks", "mixed_precision,ema", "--data", "a.xyz")
+    _, figures = run("--steps", "1", *told)
+    assert figures["settings"] == {
+        "seed": 7,
+        "precision": "bf16",
+        "hooks": {"mixed_precision": {"precision": "bf16"}, "ema": {"decay": 0.99}},
+        "data": ["a.xyz"],
+        "nvalchemi-hooks": nvalchemi.__version__,
+    }
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 11])
+def test_a_run_of_any_length_has_a_schedule(example, trajectories, steps):
+    """However few steps: the learning rate is positive at each, never above its peak, and ends at a fifth of it."""
+    options = example.train.command_line().parse_args(["--steps", str(steps)])
+    parts = example.data.split(trajectories)
+    strategy = example.train.build_strategy(parts, [], [], options)
+    strategy.setup()
+    (scheduler,), (optimizer,) = strategy.lr_schedulers, strategy.optimizers
+    rates = []
+    for _ in range(steps):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()  # also after the last step, as a run does
+    peak = example.train.LEARNING_RATE
+    assert all(0 < rate <= peak * (1 + 1e-9) for rate in rates)
+    assert steps < 11 or min(rates) == rates[0]
+    assert rates[-1] == pytest.approx(0.2 * peak, rel=0.1)
+
+
 def test_own_data_can_be_trained_on(run, tmp_path):
     """Any extended XYZ with energies and forces serves, also several files, for some epochs."""
     ase.io.write(tmp_path / "a.xyz", water(30), format="extxyz")
@@ -393,6 +427,14 @@ def test_only_closed_windows_count_as_vetoed(example):
         ctx = TrainContext(losses={"force_mae": torch.ones(())}, step_skipped=skipped, window_complete=complete)
         recorder(ctx, TrainingStage.AFTER_BATCH)
     assert recorder.vetoed == 1
+
+
+def test_a_log_shows_signs_of_life(run, monkeypatch):
+    """A line after every tenth of the run, unless a terminal shows a progress bar."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    printed, _ = run("--steps", "20", "--hooks", "")
+    told = re.findall(r"(\d+) of 20 steps in \d+ s, force error of the latest batch [\d.]+ meV/Å", printed)
+    assert told == [str(done) for done in range(2, 21, 2)]
 
 
 # What is refused.
@@ -427,6 +469,8 @@ def test_a_file_that_is_none_is_named(refused, tmp_path):
     (tmp_path / "empty.xyz").write_text("")
     ase.io.write(tmp_path / "short.xyz", water(9), format="extxyz")
     assert "nowhere.xyz: there is no such file" in refused("--data", "nowhere.xyz")
+    (tmp_path / "folder").mkdir()
+    assert "folder is a folder; name the files in it" in refused("--data", "folder")
     assert "other.xyz: not an extended-XYZ file that ASE can read" in refused("--data", "other.xyz")
     assert "empty.xyz: " in refused("--data", "empty.xyz")
     assert "no trajectory has the 10 frames" in refused("--data", "short.xyz")
@@ -441,6 +485,12 @@ def test_flags_that_make_no_sense_are_refused(refused):
     assert "not allowed with argument" in refused("--steps", "3", "--epochs", "3")
     assert "there is no folder" in refused("--json", "nowhere/out.json")
     assert "there is no folder" in refused("--plot", "nowhere/out.png")
+    for file in ("out.xyz", "out"):
+        said = refused("--plot", file)
+        assert f"{file} is no picture that matplotlib can write; its suffix may be ." in said
+        assert ".pdf, " in said
+    assert "devices is 'cuda:99', which cannot be used here" in refused("--device", "cuda:99")
+    assert "devices is 'gpu', which cannot be used here" in refused("--device", "gpu")
 
 
 def test_help_shows_every_flag_and_examples(example, capsys):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from data import composition_means
 from evaluate import Errors
 from graphs import Frame, collate
 from model import Prediction
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -45,6 +47,30 @@ class Recorder:
             self.validated = ctx.validation.weights
 
 
+class SignOfLife:
+    """A plain hook that prints a line after every tenth of a run, for a log where nobody sees a progress bar."""
+
+    frequency = 1
+    stage = TrainingStage.AFTER_BATCH
+
+    def __init__(self, console: Console, total: int, unit: Literal["steps", "batches"]) -> None:
+        self.console, self.total, self.unit = console, total, unit
+        self.start = time.perf_counter()
+        self.tenths = 0
+
+    def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
+        """Print if another tenth is over."""
+        done = ctx.step_count if self.unit == "steps" else ctx.batch_count
+        if (tenths := 10 * done // self.total) > self.tenths:
+            self.tenths = tenths
+            self.console.print(
+                f"{done} of {self.total} {self.unit} in {time.perf_counter() - self.start:.0f} s, "
+                f"force error of the latest batch {1e3 * ctx.losses['force_mae'].item():.1f} meV/Å",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
 @dataclass(frozen=True)
 class Report:
     """The figures of a run; None where no averaged weights were kept."""
@@ -56,6 +82,7 @@ class Report:
     vetoed: int
     clipped: int
     seconds: float
+    settings: Mapping[str, Any]
 
     def table(self) -> Table:
         """Lay them out for a person."""
@@ -79,6 +106,23 @@ class Report:
         figures = {key: value._asdict() if isinstance(value, Errors) else value for key, value in vars(self).items()}
         figures["units"] = {"energy_mae": "meV/atom", "force_mae": "meV/Å"}
         file.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_picture(file: Path) -> None:
+    """Find out before the training whether matplotlib can write such a file; without matplotlib there will be none.
+
+    Raises
+    ------
+    ValueError
+        It cannot.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if file.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"{file} is no picture that matplotlib can write; its suffix may be .{', .'.join(kinds)}")
 
 
 def plot(

@@ -117,15 +117,15 @@ def test_a_batch_context_is_open_until_the_batch_ends():
 
 
 def test_a_hook_may_close_it_before():
-    """The hook may close its context earlier; it is closed once."""
+    """The hook may close its context earlier, and with it what was opened inside; each is closed once, the last first."""
     log = []
     with TrainContext() as ctx:
         handle = ctx.enter_batch_context(opened("a", log))
         ctx.enter_batch_context(opened("b", log))
         handle.close()
         handle.close()
-        assert log == ["open a", "open b", "close a"]
-    assert log == ["open a", "open b", "close a", "close b"]
+        assert log == ["open a", "open b", "close b", "close a"]
+    assert log == ["open a", "open b", "close b", "close a"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt()])

@@ -200,8 +200,10 @@ class TrainingStrategy:
             dispatch(ctx, TrainingStage.AFTER_BACKWARD)
             dispatch(ctx, TrainingStage.BEFORE_OPTIMIZER_STEP)
             dispatch(ctx, TrainingStage.DO_OPTIMIZER_STEP)
-            dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
-            self._count(ctx)
+            try:
+                dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
+            finally:
+                self._count(ctx)  # the step was taken, whatever a hook says to it
             dispatch(ctx, TrainingStage.AFTER_BATCH)
         return ctx
 

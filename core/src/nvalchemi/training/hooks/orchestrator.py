@@ -95,7 +95,7 @@ class TrainingUpdateOrchestrator:
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
         self._at_work: TrainingUpdateHook | None = None
-        self._lifecycle = HookLifecycle(lambda: self._children)
+        self._lifecycle = HookLifecycle(self.iter_hooks)
         self._window: UpdateWindow | None = None
         self._outcome: StepOutcome | None = None
 
@@ -143,9 +143,10 @@ class TrainingUpdateOrchestrator:
         before = self._window
         window = self._current(ctx)
         window.begun &= window is before
-        keep = False
+        vetoed = False
         for child in self._before:
-            keep |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, keep)
+            vetoed |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, vetoed)
+        keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
             _refuse_mixed_scales(before)
         else:
@@ -167,10 +168,14 @@ class TrainingUpdateOrchestrator:
         finally:
             ctx.loss = original
             ctx.let_go_of_graph()
-        self._current(ctx).refresh()
+        window = self._current(ctx)
+        window.follow(ctx.grad_scaler)
+        window.refresh()
 
     def _optimizer_step(self, ctx: TrainContext) -> None:
         window = self._current(ctx)
+        self._outcome, ctx.step_skipped = StepOutcome(skipped=True), True  # what holds if anything below raises
+        window.follow(ctx.grad_scaler)
         if ctx.window_complete:
             self._vote(ctx, window)
             outcome = attempt_step(ctx, window)
@@ -182,7 +187,7 @@ class TrainingUpdateOrchestrator:
         ctx.step_skipped = outcome.skipped
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
-        window.voting = True
+        window.begin_voting()
         for child in self._voting:
             if not child.defers_veto:
                 window.resolve()
@@ -275,8 +280,18 @@ class TrainingUpdateOrchestrator:
                 f"The state holds {sorted(state)}, but the hooks with state are {sorted(stateful)}; compose the same "
                 "hooks, or load each hook by itself."
             )
-        for key, child in stateful.items():
-            child.load_state_dict(state[key])
+        before = self.state_dict()
+        for place, (key, child) in enumerate(stateful.items()):
+            try:
+                child.load_state_dict(state[key])
+            except Exception:  # raised again, once those loaded before it are as they were
+                for loaded, one in list(stateful.items())[:place]:
+                    one.load_state_dict(before[loaded])
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the window out: gradients are not carried to another process."""
+        return {**self.__dict__, "_window": None}
 
     def __enter__(self) -> Self:
         self._lifecycle.enter()
@@ -333,8 +348,10 @@ class TrainingUpdateOrchestrator:
         return self._window
 
     def _open_window(self, ctx: TrainContext) -> None:
-        if self._window is not None and self._window.unscaled:
-            self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
+        if self._window is not None:
+            if self._window.unscaled:
+                self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
+            self._window.release()
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
         ctx.window = self._window = UpdateWindow(ctx.optimizers, ctx.grad_scaler)

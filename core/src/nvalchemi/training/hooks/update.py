@@ -103,6 +103,8 @@ class TrainingUpdateHook:
         if "name" not in cls.__dict__:
             cls.name = _snake_case(cls.__name__)
         _refuse_unknown_stage_methods(cls)
+        if isinstance(cls.priority, bool) or not isinstance(cls.priority, int):
+            raise TypeError(f"{cls.__name__}.priority is {cls.priority!r}; it must be an int, see UpdatePriority.")
 
     def setup(self, ctx: TrainContext) -> None:
         """Prepare, before optimizers are built."""
@@ -112,7 +114,11 @@ class TrainingUpdateHook:
         return True
 
     def transform_loss(self, ctx: TrainContext, loss: Tensor) -> Tensor:
-        """Return the loss to go on with: a tensor with a graph."""
+        """Return the loss to go on with: a tensor with a graph.
+
+        Under loss scaling the loss comes scaled. Multiply it; a term to be added belongs into ``loss_fn``, where it is
+        scaled with the rest.
+        """
         return loss
 
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
