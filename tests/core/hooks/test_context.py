@@ -117,7 +117,7 @@ def test_a_batch_context_is_open_until_the_batch_ends():
 
 
 def test_a_hook_may_close_it_before():
-    """The hook may close its context earlier, and with it what was opened inside; each is closed once, the last first."""
+    """The hook may close its context earlier, after what was opened inside it; each is closed once."""
     log = []
     with TrainContext() as ctx:
         handle = ctx.enter_batch_context(opened("a", log))

@@ -207,5 +207,5 @@ def test_unusual_gradients_are_measured(gradient):
 
 def test_a_stage_that_is_none_is_refused():
     """A stage by name, or the arguments in the wrong order, is a TypeError instead of silence."""
-    with pytest.raises(TypeError, match=r"The stage is 'BEFORE_BATCH'; give a TrainingStage"):
+    with pytest.raises(TypeError, match=r"The stage is 'BEFORE_BATCH'; call orchestrator\(ctx, TrainingStage"):
         TrainingUpdateOrchestrator()(TrainContext(), "BEFORE_BATCH")

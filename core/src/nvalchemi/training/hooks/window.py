@@ -223,10 +223,9 @@ class UpdateWindow:
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
-        measured = [g for g in self._with_gradients() if g.holds_inf is None] if self.scaler is not None else []
-        products = [
-            g.pending_product() for g in self._with_gradients() if g.scale is not None and g.divisor is not None
-        ]
+        scaled = self._with_gradients() if self.scaler is not None else []
+        measured = [g for g in scaled if g.holds_inf is None]
+        products = [g.pending_product() for g in scaled if g.scale is not None and g.divisor is not None]
         flags = self.decision.resolve([*(gradients.flag() for gradients in measured), *products])
         for gradients, flag in zip(measured, flags, strict=False):
             gradients.holds_inf = gradients.found_here = flag != 0
