@@ -33,5 +33,6 @@ def test_the_programs_of_a_card_run(card, tmp_path):
     assert blocks
     script = tmp_path / "card.py"
     script.write_text("\n".join(blocks), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
+    runner = ["-m", "doctest", card] if blocks[0].startswith(">>>") else [script]  # with its output, or without
+    done = subprocess.run([sys.executable, *runner], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
