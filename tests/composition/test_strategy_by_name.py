@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -159,3 +160,16 @@ def test_schedulers_and_averages_wait_for_real_steps(make_strategy, make_batches
     assert (strategy.step_count, strategy.batch_count) == (4, 6)
     assert ema.num_updates == 4
     assert strategy.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**4)
+
+
+def test_a_strategy_trains_the_same_whatever_the_order_of_its_hooks(make_strategy, make_batches, weights):
+    """All 24 orders in which a strategy can name the four plugins give the same weights, bit for bit."""
+    names = ["ema", "grad_clip", "loss_scaling", "scaler_veto"]
+    results = []
+    for order in itertools.permutations(names):
+        strategy = make_strategy(num_steps=3, hooks=list(order))
+        strategy.run(make_batches(4, poisoned=(1,)))
+        averaged = strategy.hooks[order.index("ema")].get_averaged_model().module
+        results.append(torch.cat([weights(strategy.models["main"]), weights(averaged)]))
+    assert len(results) == 24
+    assert all(torch.equal(results[0], other) for other in results)

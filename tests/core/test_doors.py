@@ -26,9 +26,10 @@ DOORS = [
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
-        "ActivatedHook", "CheckpointableHook", "GradientScaler", "Hook", "HookContext", "HookListing", "HookOffer",
-        "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel", "ProvidesInferenceContext", "TrainContext",
-        "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
+        "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
+        "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "activate_hooks", "hookimpl", "list_hooks",
+        "provenance_of", "refresh_hooks",
     },
     "nvalchemi.training": {
         "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",

@@ -7,6 +7,7 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.training import EMAHook, GradientClipHook, GradScalerVetoHook, TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateOrchestrator
 
+torch.set_num_threads(1)  # the tensors are tiny: more threads would wait for each other
 torch.manual_seed(0)
 labels = torch.arange(1000) % 2  # two spirals, one of them turned by half a turn
 radius = torch.rand(1000)

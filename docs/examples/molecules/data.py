@@ -72,6 +72,8 @@ def read_xyz(file: Path) -> list[Trajectory]:
         import ase.io
     except ImportError as missing:
         raise DataError(f"{file}: reading extended XYZ needs ASE; install it with: pip install ase") from missing
+    if file.is_dir():
+        raise DataError(f"{file} is a folder; name the files in it, with commas between")
     if not file.is_file():
         raise DataError(f"{file}: there is no such file")
     try:

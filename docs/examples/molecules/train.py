@@ -8,21 +8,22 @@ from the end of each trajectory, with a prediction that costs nothing: the mean 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from data import DataError, Split, fit_reference, load, split
+from data import Split, fit_reference, load, split
 from evaluate import averaged_model, errors_of, predict, trivial
 from graphs import Batch, batches
 from model import Potential, Prediction
-from report import Recorder, Report, plot
+from report import Recorder, Report, SignOfLife, check_picture, plot
 from rich.console import Console
 from torch import Tensor
 
-from nvalchemi.errors import HookConflictError
+import nvalchemi
 from nvalchemi.hooks import HookState, list_hooks
 from nvalchemi.training import OptimizerConfig, TrainingStrategy, Validation
 
@@ -57,18 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for file in filter(None, (options.json, options.plot)):
             refuse_missing_folder(file)
+        check_picture(options.plot)
         trajectories = load(options.data)
         parts = split(trajectories)
         hooks = chosen_hooks(options.hooks, options.precision)
         recorder = Recorder()
         loader = batches(parts.training, BATCH_SIZE, shuffle=True)
-        strategy = build_strategy(parts, loader, [*hooks, recorder], options)
-    except (DataError, LookupError, ImportError, HookConflictError, OSError) as refusal:
+        watching: list[Any] = [recorder]
+        if not sys.stderr.isatty():  # a terminal has a progress bar
+            watching.append(SignOfLife(console, length_of(options, loader), "steps" if options.steps else "batches"))
+        strategy = build_strategy(parts, loader, [*hooks, *watching], options)
+    except (ValueError, LookupError, ImportError, OSError) as refusal:  # data, hooks, device, files: all say why
         parser.exit(2, f"{parser.prog}: {refusal}\n")
     console.print(
         f"{', '.join(trajectory.name for trajectory in trajectories)}: {len(parts.training)} configurations to train "
         f"on, {len(parts.validation)} for the learning curve, {len(parts.held_out)} held out; "
         f"hooks: {', '.join(name for hook in hooks for name in hook) or 'none'}",
+        soft_wrap=True,
         highlight=False,
     )
 
@@ -86,13 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vetoed=recorder.vetoed,
         clipped=sum(getattr(hook, "clipped_steps", 0) for hook in strategy.orchestrator.iter_hooks()),
         seconds=time.perf_counter() - start,
+        settings=settings_of(options, hooks),
     )
     console.print(report.table())
     if options.json:
         report.write(options.json)
         console.print(f"figures written to {options.json.resolve()}", soft_wrap=True, highlight=False)
     try:
-        plot(options.plot, recorder, report.baseline, predictions.popitem()[1], parts.held_out)
+        plot(options.plot, recorder, report.baseline, predictions, parts.held_out)
         console.print(f"picture written to {options.plot.resolve()}", soft_wrap=True, highlight=False)
     except ImportError as missing:
         console.print(f"no picture: {missing}; pip install matplotlib", highlight=False)
@@ -101,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) -> TrainingStrategy:
     """Put model, optimizer, schedule, loss and hooks together."""
     unit = torch.cat([frame.forces for frame in parts.training]).square().mean().sqrt().item()
-    steps = options.steps or options.epochs * len(loader)
+    steps = length_of(options, loader)
 
     def loss_fn(predictions: Prediction, batch: Batch) -> dict[str, Tensor]:
         energy = (predictions.energy - batch.energy) / batch.sizes
@@ -118,7 +125,15 @@ def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) ->
             optimizer_cls=torch.optim.AdamW,
             optimizer_kwargs={"lr": LEARNING_RATE, "weight_decay": 1e-4, "fused": True},
             scheduler_cls=torch.optim.lr_scheduler.OneCycleLR,
-            scheduler_kwargs={"max_lr": LEARNING_RATE, "total_steps": steps, "pct_start": 0.1},
+            # It ends at a fifth of its peak: what noise is left in the live weights, an average takes away. In a run of
+            # ten steps and less, a tenth of it is no warm-up (of ten exactly, torch would divide by zero).
+            scheduler_kwargs={
+                "max_lr": LEARNING_RATE,
+                "total_steps": steps,
+                "pct_start": 0.1 if steps > 10 else 0.0,
+                "div_factor": 25,
+                "final_div_factor": 0.2,
+            },
         ),
         loss_fn=loss_fn,
         num_steps=options.steps,
@@ -147,6 +162,22 @@ def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, 
             "add it to --hooks, or install it: pip install 'nvalchemi-hooks[loss-scaling]'"
         )
     return [{name: settings.get(name, {})} for name in chosen]
+
+
+def length_of(options: Any, loader: Any) -> int:
+    """Count the steps of the run, were none of them vetoed."""
+    return options.steps or options.epochs * len(loader)
+
+
+def settings_of(options: Any, hooks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Say what this run was told, for whoever finds its figures."""
+    return {
+        "seed": options.seed,
+        "precision": options.precision,
+        "hooks": {name: told for hook in hooks for name, told in hook.items()},
+        "data": [str(file) for file in options.data] or "embedded",
+        "nvalchemi-hooks": nvalchemi.__version__,
+    }
 
 
 def refuse_missing_folder(file: Path) -> None:

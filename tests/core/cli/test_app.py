@@ -82,7 +82,7 @@ def test_an_interrupt_exits_with_130(site, monkeypatch):
 
 def test_a_reader_that_goes_away_is_no_traceback(site):
     """``nvalchemi hooks list | true`` ends quietly."""
-    command = f"{sys.executable} -m nvalchemi.cli hooks list --json | true; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m nvalchemi hooks list --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.strip() in ("0", str(int(ExitCode.BROKEN_PIPE)))

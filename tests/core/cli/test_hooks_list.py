@@ -39,7 +39,7 @@ def test_json_has_every_field_of_every_hook(site, capsys):
 
 
 def test_the_process_imports_neither_torch_nor_pydantic_nor_rich_nor_a_plugin(site):
-    """After the whole command, none of them is among the modules (A40)."""
+    """After the whole command, none of them is among the modules."""
     site.add_plugin("acme-hooks", ["noise"])
     code = (
         "import sys; from nvalchemi.cli import main; code = main(['hooks', 'list', '--json'])\n"
@@ -53,7 +53,7 @@ def test_the_process_imports_neither_torch_nor_pydantic_nor_rich_nor_a_plugin(si
 
 
 def test_broken_plugins_cannot_make_it_fail(site):
-    """Modules that raise, exit or are not there are listed like any other (A37)."""
+    """Modules that raise, exit or are not there are listed like any other."""
     site.add("exits", hooks={"exits": "exits_now"}, modules={"exits_now": "import os; os._exit(3)"})
     site.add("gone", hooks={"gone": "not.there"})
     done = run(site, "hooks", "list", "--json")
@@ -90,7 +90,7 @@ def test_on_a_terminal_a_coloured_table_is_drawn(site):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site.path), os.environ.get("PYTHONPATH", "")])}
         environment |= {"TERM": "xterm-256color", "COLUMNS": "60"}
         environment.pop("NO_COLOR", None)
-        os.execve(sys.executable, [sys.executable, "-m", "nvalchemi.cli", "hooks", "list"], environment)
+        os.execve(sys.executable, [sys.executable, "-m", "nvalchemi", "hooks", "list"], environment)
     output = b""
     while True:
         try:

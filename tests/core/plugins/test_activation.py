@@ -86,7 +86,7 @@ def test_one_item_alone_needs_no_list(site):
 
 
 def test_only_the_named_plugins_are_imported(site):
-    """Naming one hook leaves the other plugin's module out of sys.modules (A40)."""
+    """Naming one hook leaves the other plugin's module out of sys.modules."""
     used, unused = site.add_plugin("a-hooks", ["a"]), site.add_plugin("b-hooks", ["b"])
     activate_hooks(["a"])
     assert used in sys.modules
@@ -164,7 +164,7 @@ def test_an_official_hook_that_is_not_installed_gives_the_command(site, name, te
 
 
 def test_a_clash_names_both_and_a_distribution_chooses(site):
-    """The bare name is an error with both distributions; ``distribution:name``, in any spelling, chooses (A38b)."""
+    """The bare name is an error with both distributions; ``distribution:name``, in any spelling, chooses."""
     site.add_plugin("acme-hooks", ["ema"], "1.0")
     site.add_plugin("zeta-hooks", ["ema"], "2.0")
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_switching_off_an_official_hook_that_is_not_installed_is_no_mistake(site
 
 
 def test_a_plugin_for_another_core_is_incompatible(site):
-    """The reason has the range and the installed version; the others are available (A39)."""
+    """The reason has the range and the installed version; the others are available."""
     site.add("nvalchemi-hooks", "2.0")
     site.add_plugin("old-hooks", ["old"], requires=["nvalchemi-hooks<2"])
     site.add_plugin("new-hooks", ["new"], requires=["nvalchemi-hooks>=2"])
@@ -101,7 +101,7 @@ def test_a_plugin_for_another_core_is_incompatible(site):
 
 
 def test_two_distributions_with_one_name_clash(site):
-    """Both are listed as a clash, and each reason names both distributions and how to choose (A38b)."""
+    """Both are listed as a clash, and each reason names both distributions and how to choose."""
     site.add_plugin("acme-hooks", ["ema"], "1.0")
     site.add_plugin("zeta-hooks", ["ema"], "2.0")
     site.add_plugin("other-hooks", ["fine"])

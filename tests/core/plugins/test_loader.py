@@ -36,7 +36,7 @@ def load_error(site, source, name="bad"):
 
 @pytest.mark.parametrize("source", FAULTS.values(), ids=FAULTS)
 def test_a_broken_plugin_is_one_warning_and_the_others_load(site, source):
-    """Of three plugins the middle one fails: the other two work, and one warning has all that is needed (A37)."""
+    """Of three plugins the middle one fails: the other two work, and one warning has all that is needed."""
     site.add_plugin("a-hooks", ["a"], default_kwargs={})
     add_broken(site, "m", source)
     site.add_plugin("z-hooks", ["z"], default_kwargs={})
@@ -179,7 +179,7 @@ def test_a_wrong_offer_is_named(site, body, text):
 
 
 def test_a_plugin_for_another_core_is_not_imported(site):
-    """Naming it is an error with both versions; automatic activation warns with both; its code never runs (A39)."""
+    """Naming it is an error with both versions; automatic activation warns with both; its code never runs."""
     site.add("nvalchemi-hooks", "2.0")
     site.add("old-hooks", hooks={"old": "old.plugin"}, modules={"old.plugin": "1 / 0"}, requires=["nvalchemi-hooks<2"])
     site.add_plugin("new-hooks", ["new"], default_kwargs={})

@@ -19,7 +19,7 @@ def names_and_versions():
 
 
 def test_the_metadata_is_scanned_once_a_process(site, monkeypatch):
-    """Two listings and two activations scan once; a refresh scans again (A40)."""
+    """Two listings and two activations scan once; a refresh scans again."""
     site.add_plugin("acme-hooks", ["noise"])
     scans = []
     inner = importlib_metadata.distributions
@@ -40,7 +40,7 @@ def test_the_metadata_is_scanned_once_a_process(site, monkeypatch):
 
 
 def test_importing_the_doors_scans_nothing(site):
-    """Importing the three doors loads no metadata reader, no pluggy, no torch and no pydantic (A40)."""
+    """Importing the three doors loads no metadata reader, no pluggy, no torch and no pydantic."""
     code = (
         "import sys, nvalchemi.hooks, nvalchemi.training, nvalchemi.training.hooks\n"
         "print([m for m in ('torch', 'pydantic', 'pluggy', 'importlib_metadata', 'packaging') if m in sys.modules])"
@@ -62,7 +62,7 @@ def test_a_refresh_sees_what_was_installed_meanwhile(site):
 
 @pytest.mark.parametrize("order", [list, lambda found: list(reversed(list(found)))])
 def test_two_metadata_folders_of_one_distribution_count_once(site, order):
-    """A dist-info and an egg-info of one plugin give one hook (A38a)."""
+    """A dist-info and an egg-info of one plugin give one hook."""
     site.order = order
     site.add_plugin("acme-hooks", ["noise"])
     site.add("acme-hooks", hooks={"noise": "acme_hooks.plugin"}, egg_info=True)

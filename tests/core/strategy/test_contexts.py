@@ -225,11 +225,19 @@ def test_no_graph_outlives_its_batch(make_strategy, plain, veto, batches, rememb
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_the_graph_is_free_once_backward_has_run(make_strategy, plain, batches, remembered):
+@pytest.mark.parametrize("case", ["one loss", "named", "plain backward"])
+def test_the_graph_is_free_once_backward_has_run(make_strategy, plain, batches, remembered, square_error, case):
     """From AFTER_BACKWARD on nobody holds the graph any more, so its memory is there for the step."""
     seen = []
     spy = plain(lambda ctx, stage: seen.extend(ref() for ref in Remembered.refs), S.AFTER_BACKWARD)
-    make_strategy(spy, training_fn=remembered).train_batch(batches[0])
+    owner = plain(lambda ctx, stage: ctx.loss.backward(), S.DO_BACKWARD)
+
+    def named(predictions, batch):
+        return {"a": square_error(predictions, batch), "b": predictions.sum()}
+
+    hooks = [spy, owner] if case == "plain backward" else [spy]
+    loss_fn = named if case != "one loss" else square_error
+    make_strategy(*hooks, training_fn=remembered, loss_fn=loss_fn).train_batch(batches[0])
     assert seen == [None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 import pytest
 import torch
@@ -135,8 +136,9 @@ def test_no_optimizer_at_all_is_refused(make_strategy, configs):
 
 @pytest.mark.parametrize("wrong", ["SGD", torch.optim.SGD, {"lr": 1.0}, None])
 def test_something_else_than_a_config_is_refused(make_strategy, wrong):
-    """Something else than an OptimizerConfig is a TypeError with the key, the whole value and the remedy."""
-    message = rf"optimizer_configs\['main'\] is {re.escape(repr(wrong))}; give an OptimizerConfig"
+    """Something else than an OptimizerConfig is a TypeError with the key, the kind, the value and the remedy."""
+    kind, value = type(wrong).__name__, re.escape(reprlib.repr(wrong))
+    message = rf"optimizer_configs\['main'\] is a {kind}, {value}; give OptimizerConfig\("
     with pytest.raises(TypeError, match=message):
         make_strategy(optimizer_configs={"main": wrong})
 

@@ -94,7 +94,7 @@ def test_orchestrators_are_flattened():
         (((PassThrough(),),), 0, "a tuple", r"unpack it: TrainingUpdateOrchestrator\(\*hooks\)"),
         ((PassThrough(), AlwaysVeto), 1, "the class AlwaysVeto", r"make an instance: AlwaysVeto\(...\)"),
         ((PassThrough(), PlainHook()), 1, "a PlainHook", "plain hook; give it to the strategy"),
-        (("ema",), 0, "a str", "subclasses of TrainingUpdateHook"),
+        (("ema",), 0, "a str", "names are for a strategy"),
     ],
 )
 def test_a_wrong_argument(arguments, position, kind, remedy):

@@ -94,7 +94,7 @@ def test_the_next_batch_works(make_loop, scale, request, stage, kind):
 
 @pytest.mark.parametrize("stage", ["BEFORE_BATCH", "DO_BACKWARD", "DO_OPTIMIZER_STEP", "AFTER_OPTIMIZER_STEP"])
 def test_autocast_is_closed_when_a_later_hook_raises(make_loop, stage):
-    """Whatever raises, autocast opened for the batch is closed, and the next batch runs without it (A43)."""
+    """Whatever raises, autocast opened for the batch is closed, and the next batch runs without it."""
 
     class Autocast(TrainingUpdateHook):
         priority = 20
@@ -172,3 +172,19 @@ def test_nobody_is_blamed_for_what_no_hook_did(make_loop):
     with pytest.raises(OSError, match="mine") as caught:
         loop.batch(1.0)
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("kind", ["counting_scaler", "public_scaler", "folding_scaler"])
+def test_a_window_that_began_with_an_error_knows_its_scaler(make_loop, scale, request, kind):
+    """After an error at BEFORE_BATCH a batch that keeps gradients still steps on unscaled ones."""
+
+    class Keep(TrainingUpdateHook):
+        def before_batch(self, ctx, *, will_skip):
+            return False
+
+    loop = make_loop(scale(request.getfixturevalue(kind)()), RaiseAt("BEFORE_BATCH"), Keep())
+    with pytest.raises(ZeroDivisionError):
+        loop.batch(2.0)
+    loop.batches = 1
+    loop.batch(2.0)
+    assert loop.values == [-1.0]

@@ -119,11 +119,11 @@ def test_every_child_is_given_a_loss_that_is_checked(make_loop):
     assert hook.seen == []
 
 
-def test_a_loss_that_is_no_scalar_keeps_torchs_own_error(make_loop):
-    """A loss with several elements is refused by torch, and ``ctx.loss`` is detached all the same."""
+def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(make_loop):
+    """A loss with several elements is a TypeError with its shape, and ``ctx.loss`` is detached all the same."""
     loop = make_loop(weights=(torch.ones(2),))
     ctx = loop.context(loss=loop.parameters[0] * 2)
-    with pytest.raises(RuntimeError, match="scalar"):
+    with pytest.raises(TypeError, match=r"scalar.*shape \(2,\); take its mean or sum"):
         loop.orchestrator(ctx, TrainingStage.DO_BACKWARD)
     assert not ctx.loss.requires_grad
 

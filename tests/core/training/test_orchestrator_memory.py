@@ -1,4 +1,4 @@
-"""No graph outlives its batch (A44)."""
+"""No graph outlives its batch."""
 
 from __future__ import annotations
 

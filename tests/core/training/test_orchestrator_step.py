@@ -74,7 +74,7 @@ def test_a_veto_leaves_the_state_of_optimizers_alone(make_loop, veto):
 
 
 def test_the_scheduler_moves_with_executed_steps(make_loop, veto):
-    """The learning rate falls after executed steps alone (A14)."""
+    """The learning rate falls after executed steps alone."""
     loop = make_loop(veto(0, 2), schedulers=halving)
     seen = []
     with warnings.catch_warnings():
@@ -86,7 +86,7 @@ def test_the_scheduler_moves_with_executed_steps(make_loop, veto):
 
 
 def test_counters_of_steps_and_of_batches(make_loop, veto):
-    """Four batches, a veto on the second: three steps, four batches, and the weights of three (A15)."""
+    """Four batches, a veto on the second: three steps, four batches, and the weights of three."""
     loop = make_loop(veto(1))
     for gradient in (1.0, 100.0, 2.0, 4.0):
         loop.batch(gradient)
@@ -94,7 +94,7 @@ def test_counters_of_steps_and_of_batches(make_loop, veto):
 
 
 def test_a_veto_ends_the_window(make_loop, veto):
-    """After a vetoed step the next window starts from cleared gradients (A16)."""
+    """After a vetoed step the next window starts from cleared gradients."""
     loop = make_loop(veto(0))
     loop.batch(float("inf"))
     loop.batch(1.0)
@@ -102,7 +102,7 @@ def test_a_veto_ends_the_window(make_loop, veto):
 
 
 def test_an_optimizer_without_any_gradient_is_skipped_quietly(make_loop, two_optimizers):
-    """An optimizer without any gradient is skipped quietly, its scheduler too; the others proceed (A18)."""
+    """An optimizer without any gradient is skipped quietly, its scheduler too; the others proceed."""
     loop = make_loop(weights=(1.0, 2.0), optimizers=two_optimizers, schedulers=halving)
     loop.optimizers[1].register_step_pre_hook(lambda *a: pytest.fail("it has no gradient"))
     with warnings.catch_warnings():

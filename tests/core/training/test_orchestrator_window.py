@@ -99,7 +99,7 @@ def test_settled_is_called_once_for_every_window(make_loop, vetoed):
 
 @pytest.mark.parametrize("kind", ["none", "counting_scaler", "public_scaler", "folding_scaler"])
 def test_accumulation_then_one_step(make_loop, scale, divide, request, kind):
-    """Several batches are one step on the mean of their gradients, divided once (A20, A21), with any scaler."""
+    """Several batches are one step on the mean of their gradients, divided once, with any scaler."""
     scaler = None if kind == "none" else request.getfixturevalue(kind)()
     loop = make_loop(Accumulate(4), divide(2.0), *([scale(scaler)] if scaler else []))
     for gradient in (1.0, 2.0, 3.0, 10.0, 4.0, 4.0, 4.0, 4.0):
@@ -109,7 +109,7 @@ def test_accumulation_then_one_step(make_loop, scale, divide, request, kind):
 
 
 def test_the_scheduler_moves_once_a_window(make_loop):
-    """One move of the scheduler an executed step: four batches a window, eight batches, lr 0.25 (A34)."""
+    """One move of the scheduler an executed step: four batches a window, eight batches, lr 0.25."""
     loop = make_loop(Accumulate(4), schedulers=lambda os: [StepLR(os[0], 1, 0.5)])
     for _ in range(8):
         loop.batch(1.0)

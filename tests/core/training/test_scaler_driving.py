@@ -75,7 +75,7 @@ def test_whoever_asks_for_true_gradients(make_loop, scale, read, divide, countin
 
 
 def test_good_steps_let_the_scale_grow(make_loop, scale, counting_scaler):
-    """Executed steps count towards growth as with torch's own loop (A28)."""
+    """Executed steps count towards growth as with torch's own loop."""
     scaler = counting_scaler(growth_interval=3)
     loop = make_loop(scale(scaler))
     seen = []
@@ -109,10 +109,13 @@ def test_a_disabled_scaler_is_none(make_loop, scale, counting_scaler, folding_sc
 
 
 @pytest.mark.parametrize("priority", [10, 50])
-def test_a_veto_on_finite_gradients_leaves_the_scaler_alone(make_loop, scale, veto, counting_scaler, priority):
-    """A veto on finite gradients leaves scale and growth counter as they were, and the next window works (A17)."""
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_veto_on_finite_gradients_leaves_the_scaler_alone(
+    make_loop, scale, veto, read, counting_scaler, priority, reader
+):
+    """A veto on finite gradients leaves scale and growth counter as they were, and the next window works."""
     scaler = counting_scaler(growth_interval=3)
-    loop = make_loop(scale(scaler), veto(1, priority=priority))
+    loop = make_loop(scale(scaler), veto(1, priority=priority), *([read(priority=22)] if reader else []))
     seen = []
     for _ in range(4):
         loop.batch(1.0)
@@ -123,7 +126,7 @@ def test_a_veto_on_finite_gradients_leaves_the_scaler_alone(make_loop, scale, ve
 
 @pytest.mark.parametrize("priority", [10, 50])
 def test_a_veto_after_unscaling(make_loop, scale, veto, read, driven, priority):
-    """A veto after gradients were unscaled closes the window all the same, without growth or back-off (A17)."""
+    """A veto after gradients were unscaled closes the window all the same, without growth or back-off."""
     loop = make_loop(scale(driven), read(priority=22), veto(1, priority=priority))
     for _ in range(3):
         loop.batch(1.0)
@@ -144,7 +147,7 @@ def test_a_veto_on_the_very_first_window(make_loop, scale, read, veto, driven):
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_found_inf_backs_off_once_and_skips(make_loop, scale, driven, bad):
-    """Found-inf makes exactly one back-off and no step; the gradients do not reach the next window (A16)."""
+    """Found-inf makes exactly one back-off and no step; the gradients do not reach the next window."""
     loop = make_loop(scale(driven), schedulers=lambda os: [StepLR(os[0], 1, 0.5)])
     ctx = loop.batch(bad)
     assert ctx.step_skipped
@@ -157,7 +160,7 @@ def test_found_inf_backs_off_once_and_skips(make_loop, scale, driven, bad):
 
 
 def test_a_schedule_with_two_infs(make_loop, scale, driven):
-    """An inf on batches 0 and 2 of 4: the learning rate is that of executed steps (A14)."""
+    """An inf on batches 0 and 2 of 4: the learning rate is that of executed steps."""
     loop = make_loop(scale(driven), schedulers=lambda os: [StepLR(os[0], 1, 0.5)])
     seen = []
     for gradient in (INF, 1.0, INF, 1.0):
@@ -215,7 +218,7 @@ def test_with_a_veto_hook_none_steps(make_loop, scale, driven, two_optimizers):
 
 
 def test_an_optimizer_without_gradient_beside_a_scaler(make_loop, scale, driven, two_optimizers):
-    """An optimizer without any gradient is skipped quietly, and the scaler closes its window (A18)."""
+    """An optimizer without any gradient is skipped quietly, and the scaler closes its window."""
     loop = make_loop(scale(driven), weights=(1.0, 2.0), optimizers=two_optimizers)
     for _ in range(2):
         loop.batch(1.0, None)

@@ -237,7 +237,7 @@ def test_a_reader_that_changes_gradients_is_respected(make_loop, divide, in_plac
 
 
 def test_torchs_own_clipping_in_a_hook(make_loop, scale, folding_scaler):
-    """torch's own ``clip_grad_norm_`` in a reader clips true gradients: (3, 4) to norm 1 (A19)."""
+    """torch's own ``clip_grad_norm_`` in a reader clips true gradients: (3, 4) to norm 1."""
 
     class Clip(TrainingUpdateHook):
         priority = 30

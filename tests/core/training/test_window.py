@@ -56,7 +56,7 @@ def test_a_norm_is_a_scalar_on_the_device():
 
 
 def test_no_gradients_have_norm_zero():
-    """Without gradients the norm is 0.0, the flag 0.0, and dividing does nothing (A26)."""
+    """Without gradients the norm is 0.0, the flag 0.0, and dividing does nothing."""
     parameter = torch.nn.Parameter(torch.ones(3))
     window = UpdateWindow([torch.optim.SGD([parameter], lr=1.0)])
     window.divide(torch.tensor(2.0))
@@ -66,7 +66,7 @@ def test_no_gradients_have_norm_zero():
 
 
 def test_mixed_dtypes_have_one_norm():
-    """Gradients of several dtypes have one norm, accumulated in float32 (A26)."""
+    """Gradients of several dtypes have one norm, accumulated in float32."""
     window = window_over([t(3.0, dtype=torch.float16), t(4.0)])
     assert window.norm().item() == pytest.approx(5.0)
 
@@ -117,7 +117,7 @@ def test_complex_gradients_are_pairs_of_reals():
 
 
 def test_sparse_gradients_count_coalesced():
-    """A sparse gradient counts with its summed values (A24)."""
+    """A sparse gradient counts with its summed values."""
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 1, 2])).sum().backward()
     window = UpdateWindow([torch.optim.SGD(embedding.parameters(), lr=1.0)])

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.plugins.markers import hookimpl as hookimpl
     from nvalchemi.hooks.plugins.specs import HookOffer as HookOffer
     from nvalchemi.hooks.protocols import CheckpointableHook as CheckpointableHook
+    from nvalchemi.hooks.protocols import Closable as Closable
+    from nvalchemi.hooks.protocols import Enterable as Enterable
     from nvalchemi.hooks.protocols import GradientScaler as GradientScaler
     from nvalchemi.hooks.protocols import Hook as Hook
     from nvalchemi.hooks.protocols import ProvidesAveragedModel as ProvidesAveragedModel
     from nvalchemi.hooks.protocols import ProvidesInferenceContext as ProvidesInferenceContext
+    from nvalchemi.hooks.protocols import RunsOnStage as RunsOnStage
     from nvalchemi.hooks.registry import HookRegistry as HookRegistry
     from nvalchemi.metadata import Provenance as Provenance
     from nvalchemi.metadata import provenance_of as provenance_of
@@ -38,6 +41,8 @@ __getattr__, __dir__ = door(
     {
         "ActivatedHook": "nvalchemi.hooks.plugins.activation",
         "CheckpointableHook": "nvalchemi.hooks.protocols",
+        "Closable": "nvalchemi.hooks.protocols",
+        "Enterable": "nvalchemi.hooks.protocols",
         "GradientScaler": "nvalchemi.hooks.protocols",
         "Hook": "nvalchemi.hooks.protocols",
         "HookContext": "nvalchemi.hooks.context",
@@ -48,6 +53,7 @@ __getattr__, __dir__ = door(
         "Provenance": "nvalchemi.metadata",
         "ProvidesAveragedModel": "nvalchemi.hooks.protocols",
         "ProvidesInferenceContext": "nvalchemi.hooks.protocols",
+        "RunsOnStage": "nvalchemi.hooks.protocols",
         "TrainContext": "nvalchemi.hooks.context",
         "activate_hooks": "nvalchemi.hooks.plugins.activation",
         "hookimpl": "nvalchemi.hooks.plugins.markers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
@@ -24,12 +25,23 @@ __all__ = ["BatchContext", "HookContext", "TrainContext"]
 class BatchContext:
     """A context manager that was opened for the length of a batch, and may be closed before."""
 
-    def __init__(self, manager: AbstractContextManager[Any]) -> None:
+    def __init__(self, manager: AbstractContextManager[Any], opened: list[BatchContext]) -> None:
         self._manager: AbstractContextManager[Any] | None = manager
+        self._opened = opened
         self.value = manager.__enter__()
+        opened.append(self)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the context; leaving it twice is harmless."""
+        """Leave the context, after those that were opened inside it; leaving it twice is harmless."""
+        if self in self._opened:
+            inner = self._opened[self._opened.index(self) :]
+            del self._opened[self._opened.index(self) :]
+            close_all(((repr(one), functools.partial(one._leave, error)) for one in reversed(inner)), error)
+
+    def __repr__(self) -> str:
+        return f"the batch context {type(self._manager).__name__}"
+
+    def _leave(self, error: BaseException | None) -> None:
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
@@ -58,7 +70,7 @@ class HookContext:
     device: torch.device | None = None
     global_rank: int = 0
     workflow: Any = None
-    _opened: list[BatchContext] = field(default_factory=list, repr=False)
+    _opened: list[BatchContext] = field(default_factory=list, init=False, repr=False)
 
     def enter_batch_context(self, manager: AbstractContextManager[Any]) -> BatchContext:
         """Open a context that is closed when the batch ends, whatever raises.
@@ -85,17 +97,12 @@ class HookContext:
         >>> torch.is_autocast_enabled("cpu")
         False
         """
-        opened = BatchContext(manager)
-        self._opened.append(opened)
-        return opened
+        return BatchContext(manager, self._opened)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close what was opened for this batch, the last first; `error` is the one under way, if any."""
-        opened, self._opened = self._opened, []
-        close_all(
-            ((f"{type(c._manager).__name__}", lambda c=c: c.close(error)) for c in reversed(opened)),  # type: ignore[misc]
-            error,
-        )
+        if self._opened:
+            self._opened[0].close(error)
 
     def __enter__(self) -> Self:
         return self
@@ -136,8 +143,9 @@ class TrainContext(HookContext):
     losses : mapping of str to torch.Tensor
         The named parts of the loss, if `loss_fn` gave several.
     grad_scaler : object, optional
-        Who scales the loss: torch's scaler, anything with its public interface, or a
-        `nvalchemi.hooks.GradientScaler`. The orchestrator alone drives it. **A hook may set it** at BEFORE_BATCH.
+        torch's scaler, anything with its public interface, or a `nvalchemi.hooks.GradientScaler`. The orchestrator
+        alone unscales by it, steps through it and updates it, but it does not scale: a scaling hook does, or the loop
+        (``ctx.loss = scaler.scale(loss)``). **A hook may set it** at BEFORE_BATCH.
     validation : mapping of str to float, optional
         The latest validation result.
     global_step_count : int
@@ -191,6 +199,7 @@ class TrainContext(HookContext):
     def gradients(self) -> dict[str, Tensor]:
         """The true (unscaled) gradients by parameter name, of every parameter that has one.
 
+        Clipping shows in them once it was divided out: at AFTER_OPTIMIZER_STEP they are what the optimizer used.
         Names are those of the bare models, with the model's name in front when there are several. Look at the tensors,
         do not change them: where a loss scale is pending they are copies.
 

@@ -75,7 +75,10 @@ class CheckpointableHook(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """A hook that holds something to let go of. Closing twice must be harmless."""
+    """A hook that holds something to let go of when a run ends. Closing twice must be harmless.
+
+    A hook that is to be used in a second run opens what it needs when it is called, or has `Enterable`'s methods too.
+    """
 
     def close(self) -> None:
         """Let go."""
@@ -131,7 +134,10 @@ class GradientScaler(Protocol):
         """Return the loss, scaled."""
 
     def divisor(self, device: torch.device) -> Tensor:
-        """Return the scale of this window as a 0-dim float32 tensor on `device`."""
+        """Return the scale of this window as a 0-dim float32 tensor on `device`.
+
+        At most 2**64, so that its product with a clipping factor fits float32.
+        """
 
     def close(self, found_inf: bool | None) -> None:
         """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None)."""

@@ -50,7 +50,7 @@ class HookRegistry:
         self._hooks: list[Hook] = []
         self._owners: dict[Enum, Hook] = {}
         self._calls: dict[Enum, list[tuple[Hook, Callable[[Any, Any], Any]]]] = {stage: [] for stage in stages}
-        self._lifecycle = HookLifecycle(lambda: self._hooks)
+        self._lifecycle = HookLifecycle(self.__iter__)
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(tuple(self._hooks))

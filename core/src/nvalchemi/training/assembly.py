@@ -68,9 +68,7 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
         A ``ValueError``: a plain hook that the registry refuses.
     """
     activated = activate_hooks(hooks)
-    orchestrator = _orchestrator(activated)
-    if priorities:
-        orchestrator = orchestrator.with_priority(priorities)
+    orchestrator = _orchestrator(activated, priorities)
     registry = HookRegistry(TrainingStage, slots=_SLOTS, owners_last=(TrainingStage.SETUP,))
     for one in activated:
         if not isinstance(one.hook, TrainingUpdateHook | TrainingUpdateOrchestrator):
@@ -81,7 +79,7 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
     return Assembly(registry, orchestrator, tuple(activated))
 
 
-def _orchestrator(activated: list[ActivatedHook]) -> TrainingUpdateOrchestrator:
+def _orchestrator(activated: list[ActivatedHook], priorities: Mapping[str, int] | None) -> TrainingUpdateOrchestrator:
     composed = [one.hook for one in activated if isinstance(one.hook, TrainingUpdateOrchestrator)]
     if len(composed) > 1:
         raise HookConflictError(
@@ -89,13 +87,13 @@ def _orchestrator(activated: list[ActivatedHook]) -> TrainingUpdateOrchestrator:
         )
     bare = [(one.hook, one.label) for one in activated if isinstance(one.hook, TrainingUpdateHook)]
     if composed and not bare:
-        return composed[0]
+        return composed[0].with_priority(priorities) if priorities else composed[0]
     labels = [(hook, hook.label) for hook, _ in bare]
     for hook, label in bare:
         if label is not None:
             hook.labelled(label)
     try:
-        return TrainingUpdateOrchestrator(*composed, *(hook for hook, _ in bare))
+        return TrainingUpdateOrchestrator(*composed, *(hook for hook, _ in bare), priorities=priorities)
     except (TypeError, ValueError):  # refused: the hooks get back the labels they came with
         for hook, label in labels:
             hook.labelled(label)

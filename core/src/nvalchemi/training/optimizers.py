@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -55,6 +56,18 @@ class OptimizerConfig(BaseModel):
     scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     parameters: Callable[[nn.Module], Iterable[Any]] | None = None
 
+    if TYPE_CHECKING:  # what may be given is more than what is kept: names become classes
+
+        def __init__(
+            self,
+            *,
+            optimizer_cls: type[torch.optim.Optimizer] | str = ...,
+            optimizer_kwargs: dict[str, Any] = ...,
+            scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | str | None = ...,
+            scheduler_kwargs: dict[str, Any] = ...,
+            parameters: Callable[[nn.Module], Iterable[Any]] | None = ...,
+        ) -> None: ...
+
     @field_validator("optimizer_cls", mode="before")
     @classmethod
     def _named_optimizer(cls, value: Any) -> Any:
@@ -91,8 +104,18 @@ class OptimizerConfig(BaseModel):
                 f"Model {key!r} ({type(model).__name__}) has no parameter to optimize; leave it out of "
                 "optimizer_configs (it is then frozen), or let some parameter require a gradient."
             )
-        optimizer = self.optimizer_cls(parameters, **self.optimizer_kwargs)
-        return optimizer, self.scheduler_cls(optimizer, **self.scheduler_kwargs) if self.scheduler_cls else None
+        optimizer = _built(self.optimizer_cls, (parameters,), self.optimizer_kwargs, key)
+        if self.scheduler_cls is None:
+            return optimizer, None
+        return optimizer, _built(self.scheduler_cls, (optimizer,), self.scheduler_kwargs, key)
+
+
+def _built(cls: type, positional: tuple[Any, ...], options: dict[str, Any], key: str) -> Any:
+    try:
+        return cls(*positional, **options)
+    except Exception as error:  # the class's own error, noted and raised again
+        error.add_note(f"While building {cls.__name__} for model {key!r} with {options}.")
+        raise
 
 
 def checked_optimizer_configs(
@@ -112,7 +135,10 @@ def checked_optimizer_configs(
         group = tuple(value) if isinstance(value, list | tuple) else (value,)
         for config in group:
             if not isinstance(config, OptimizerConfig):
-                raise TypeError(f"optimizer_configs[{key!r}] is {config!r}; give an OptimizerConfig or a list of them.")
+                raise TypeError(
+                    f"optimizer_configs[{key!r}] is a {type(config).__name__}, {reprlib.repr(config)}; give "
+                    'OptimizerConfig(optimizer_cls="AdamW", optimizer_kwargs={"lr": 1e-3}), or a list of them.'
+                )
             refuse_closure(config.optimizer_cls)
         if group:
             checked[key] = group

@@ -205,13 +205,16 @@ class TrainingStrategy:
             dispatch(ctx, TrainingStage.AFTER_LOSS)
             dispatch(ctx, TrainingStage.BEFORE_BACKWARD)
             dispatch(ctx, TrainingStage.DO_BACKWARD)
+            ctx.let_go_of_graph()
             ctx.loss = loss  # also where a plain hook owns the slot
             dispatch(ctx, TrainingStage.AFTER_BACKWARD)
             dispatch(ctx, TrainingStage.BEFORE_OPTIMIZER_STEP)
             dispatch(ctx, TrainingStage.DO_OPTIMIZER_STEP)
-            dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
-            self._count(ctx)
-            self._position.batch_is_over(stepped=not ctx.step_skipped)
+            try:
+                dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
+            finally:
+                self._count(ctx)  # the step was taken, whatever a hook says to it
+                self._position.batch_is_over(stepped=not ctx.step_skipped)
             dispatch(ctx, TrainingStage.AFTER_BATCH)
         return ctx
 
@@ -488,7 +491,14 @@ def _device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device:
         if not devices:
             raise ValueError("devices is empty; give a device, or leave it out so that models stay where they are.")
         devices = devices[_rank() % len(devices)]
-    return torch.device(devices)
+    try:
+        device = torch.device(devices)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that it does not know or does not have it
+        raise ValueError(
+            f"devices is {devices!r}, which cannot be used here ({error}); give 'cpu', for example."
+        ) from error
+    return device
 
 
 def _rank() -> int:

@@ -101,11 +101,11 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     reads_grad: ClassVar[bool] = False  # type: ignore[misc]  # pydantic would take it for a field otherwise
 
-    model_key: str = Field(default="main", min_length=1)
-    decay: float = Field(default=0.999, ge=0.0, lt=1.0)
-    update_every: int = Field(default=1, ge=1)
-    start_step: int = Field(default=0, ge=0)
-    use_buffers: bool = True
+    model_key: str = Field(default="main", min_length=1, frozen=True)
+    decay: float = Field(default=0.999, ge=0.0, lt=1.0, frozen=True)
+    update_every: int = Field(default=1, ge=1, frozen=True)
+    start_step: int = Field(default=0, ge=0, frozen=True)
+    use_buffers: bool = Field(default=True, frozen=True)
     num_updates: int = Field(default=0, ge=0)
 
     _shadow: Shadow | None = PrivateAttr(default=None)

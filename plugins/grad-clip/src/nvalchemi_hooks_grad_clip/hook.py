@@ -149,6 +149,7 @@ class GradientClipHook(TrainingUpdateHook):
                 window.divide(divisor, optimizer=place)
         if self.clip_value is not None and self.reads_grad:
             self._largest = ctx.read_later(window.norm(math.inf))
+            _ = ctx.grad_norm  # measured now, it stays what it is before the cut
             window.materialise()
             kernels.clamp_(window.tensors(), self.clip_value, unless=unusable)
         return True

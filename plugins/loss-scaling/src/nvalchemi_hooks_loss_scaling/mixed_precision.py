@@ -188,6 +188,12 @@ def _checked(precision: Precision, scaling: ScalingOptions) -> Precision:
         raise ValueError(
             f"MixedPrecisionHook: precision is {precision!r}; give one of {', '.join(map(repr, known))}.{hint}"
         )
+    for option in scaling:
+        if option not in ScalingOptions.__annotations__:
+            known_options = sorted(ScalingOptions.__annotations__)
+            closest = difflib.get_close_matches(option, known_options, n=1)
+            hint = f" Did you mean {closest[0]!r}?" if closest else ""
+            raise TypeError(f"MixedPrecisionHook has no option {option!r}; there are {', '.join(known_options)}.{hint}")
     if scaling and precision != "fp16":
         raise ValueError(
             f"MixedPrecisionHook: {next(iter(scaling))} is given, but precision {precision!r} does not scale the loss; "

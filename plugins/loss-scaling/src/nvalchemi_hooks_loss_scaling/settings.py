@@ -11,7 +11,7 @@ from nvalchemi_hooks_loss_scaling.kernels.reference import ScaleRule
 
 __all__ = ["ScalingOptions", "ScalingSettings"]
 
-_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # the normal numbers of float32
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**64  # a normal number of float32, and what leaves room for a clipping factor
 _LONGEST = 2**31 - 1  # the growth tracker is an int32
 
 
@@ -73,10 +73,15 @@ class ScalingSettings:
 
     def __post_init__(self) -> None:
         if self.scale != "dynamic":
-            _check("scale", self.scale, _SMALLEST <= _number(self.scale) <= _LARGEST, "'dynamic' or a number above 0")
+            _check(
+                "scale",
+                self.scale,
+                _SMALLEST <= _number(self.scale) <= _LARGEST,
+                "'dynamic' or a number above 0, at most 2**64",
+            )
         for name in ("init_scale", "min_scale", "max_scale"):
             value = getattr(self, name)
-            _check(name, value, _SMALLEST <= _number(value) <= _LARGEST, "a number above 0 that float32 can hold")
+            _check(name, value, _SMALLEST <= _number(value) <= _LARGEST, "a number above 0, at most 2**64")
         growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
         _check("growth_factor", growth, 1 < _number(growth) < math.inf, "a finite number above 1, such as 2.0")
         _check("backoff_factor", backoff, 0 < _number(backoff) < 1, "a number between 0 and 1, such as 0.5")

@@ -53,11 +53,11 @@ class Decision:
 
     def defer(self, veto: Veto, flag: Tensor, *, found_inf: bool) -> None:
         """Add a veto that counts if `flag` turns out to be non-zero or nan."""
-        self._deferred.append(_Deferred(veto, flag, found_inf))
+        self._deferred.append(_Deferred(veto, flag.ne(0), found_inf))  # a tensor of its own; nan differs from 0
 
     def read_later(self, tensor: Tensor) -> Reading:
         """Have a tensor read along at the next `resolve`."""
-        self._readings.append(reading := Reading(tensor))
+        self._readings.append(reading := Reading(tensor.clone()))  # what it holds now
         return reading
 
     def veto_flag(self) -> Tensor | None:
@@ -65,7 +65,7 @@ class Decision:
         if not self._deferred:
             return None
         device = self._deferred[0].flag.device
-        flags = torch.stack([deferred.flag.ne(0).to(device) for deferred in self._deferred])  # nan differs from 0
+        flags = torch.stack([deferred.flag.to(device) for deferred in self._deferred])
         return flags.any().to(torch.float32)
 
     def resolve(self, others: Sequence[Tensor] = ()) -> list[float]:
@@ -76,7 +76,7 @@ class Decision:
         waiting = [reading._tensor for reading in readings if reading._tensor is not None]
         values = read_together([*(item.flag for item in deferred), *others, *waiting])
         for item, value in zip(deferred, values, strict=False):
-            if value != 0:  # nan differs from 0
+            if value != 0:
                 self.vetoes.append(item.veto)
                 self.found_inf |= item.found_inf
         for reading, value in zip(reversed(readings), reversed(values), strict=False):

@@ -59,9 +59,19 @@ class OptimizerGradients:
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        self.tensors = [_values(p) for p in self.parameters() if p.grad is not None and p.grad.numel() > 0]
+        found = (_values(p) for p in self.parameters() if p.grad is not None)
+        self.tensors = [tensor for tensor in found if tensor.numel() > 0]
+        self._seen = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.parameters()]
         self._norms.clear()
         self._divided = None
+
+    def have_changed(self) -> bool:
+        """Return whether somebody has replaced or changed a gradient since they were looked at."""
+        return any(p.grad is not grad or (grad is not None and grad._version != was) for p, grad, was in self._seen)
+
+    def release(self) -> None:
+        """Let go of the gradients themselves."""
+        self.tensors, self._seen = [], []
 
     def flag(self) -> Tensor:
         """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
@@ -97,7 +107,13 @@ class OptimizerGradients:
         """Return the product of everything still to be divided out, or None."""
         if self.scale is None or self.divisor is None:
             return self.divisor if self.scale is None else self.scale
+        return self.pending_product()
+
+    def pending_product(self) -> Tensor:
+        """Return loss scale times clipping factor, both of which are pending."""
         if self._product is None:
+            assert self.scale is not None
+            assert self.divisor is not None
             self._product = self.scale * self.divisor
         return self._product
 
@@ -118,8 +134,12 @@ class OptimizerGradients:
 
     def why_not_folded(self) -> str:
         """Return why the optimizer cannot divide in its own pass, with the same bits; empty if it can."""
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        optimizer: Any = self.optimizer
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
             return "the optimizer is not fused"
+        if not type(optimizer).__module__.startswith("torch.optim") or optimizer._optimizer_step_pre_hooks:
+            return "code around the optimizer's step may look at gradients"
         if any(tensor.dtype != torch.float32 for tensor in self.tensors):
             return "gradients are not float32"
         return ""
@@ -189,6 +209,8 @@ def _values(parameter: Tensor) -> Tensor:
     if grad.layout is torch.sparse_coo:
         parameter.grad = grad = grad.coalesce()
         grad = grad.values()
+    if grad.is_conj() or grad.is_neg():
+        parameter.grad = grad = grad.resolve_conj().resolve_neg()
     grad = grad.detach()
     return torch.view_as_real(grad) if grad.is_complex() else grad
 

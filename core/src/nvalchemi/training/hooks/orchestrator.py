@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingUpdateOrchestrator"]
 
 _ANSWER_IGNORED = (TrainingStage.SETUP, TrainingStage.AFTER_OPTIMIZER_STEP)
+_GATED = (TrainingStage.BEFORE_BATCH, TrainingStage.DO_OPTIMIZER_STEP)
 
 
 class TrainingUpdateOrchestrator:
@@ -94,7 +95,7 @@ class TrainingUpdateOrchestrator:
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
         self._at_work: TrainingUpdateHook | None = None
-        self._lifecycle = HookLifecycle(lambda: self._children)
+        self._lifecycle = HookLifecycle(self.iter_hooks)
         self._window: UpdateWindow | None = None
         self._outcome: StepOutcome | None = None
 
@@ -107,6 +108,10 @@ class TrainingUpdateOrchestrator:
         """Do the work of `stage`; a stage that is not claimed changes nothing."""
         handler = self._calls.get(stage)
         if handler is None:
+            if not isinstance(stage, TrainingStage):
+                raise TypeError(
+                    f"The stage is {stage!r}; call orchestrator(ctx, TrainingStage.BEFORE_BATCH) and so on."
+                )
             return
         try:
             handler(ctx)
@@ -137,15 +142,17 @@ class TrainingUpdateOrchestrator:
         ctx.step_skipped, ctx.outcome = False, None
         before = self._window
         window = self._current(ctx)
-        keep = False
+        window.begun &= window is before
+        vetoed = False
         for child in self._before:
-            keep |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, keep)
+            vetoed |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, vetoed)
+        keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
             _refuse_mixed_scales(before)
         else:
             for optimizer in ctx.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        if window is not before:
+        if not window.begun:
             window.adopt(ctx.optimizers, ctx.grad_scaler)  # a child may have published a scaler
         elif not keep:
             self._open_window(ctx)
@@ -161,10 +168,14 @@ class TrainingUpdateOrchestrator:
         finally:
             ctx.loss = original
             ctx.let_go_of_graph()
-        self._current(ctx).refresh()
+        window = self._current(ctx)
+        window.follow(ctx.grad_scaler)
+        window.refresh()
 
     def _optimizer_step(self, ctx: TrainContext) -> None:
         window = self._current(ctx)
+        self._outcome, ctx.step_skipped = StepOutcome(skipped=True), True  # what holds if anything below raises
+        window.follow(ctx.grad_scaler)
         if ctx.window_complete:
             self._vote(ctx, window)
             outcome = attempt_step(ctx, window)
@@ -176,7 +187,7 @@ class TrainingUpdateOrchestrator:
         ctx.step_skipped = outcome.skipped
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
-        window.voting = True
+        window.begin_voting()
         for child in self._voting:
             if not child.defers_veto:
                 window.resolve()
@@ -269,8 +280,18 @@ class TrainingUpdateOrchestrator:
                 f"The state holds {sorted(state)}, but the hooks with state are {sorted(stateful)}; compose the same "
                 "hooks, or load each hook by itself."
             )
-        for key, child in stateful.items():
-            child.load_state_dict(state[key])
+        before = self.state_dict()
+        for place, (key, child) in enumerate(stateful.items()):
+            try:
+                child.load_state_dict(state[key])
+            except Exception:  # raised again, once those loaded before it are as they were
+                for loaded, one in list(stateful.items())[:place]:
+                    one.load_state_dict(before[loaded])
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the window out: gradients are not carried to another process."""
+        return {**self.__dict__, "_window": None}
 
     def __enter__(self) -> Self:
         self._lifecycle.enter()
@@ -301,11 +322,12 @@ class TrainingUpdateOrchestrator:
         if ctx.window is not None:
             ctx.window.begin(child)
         answer = child(ctx, stage, will_skip)
-        self._at_work = None
         if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
             raise HookContractError(
                 f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
             )
+        if stage not in _GATED:
+            self._at_work = None
         return answer
 
     def _proceeds(self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool) -> bool:
@@ -315,6 +337,7 @@ class TrainingUpdateOrchestrator:
                 f"{type(child).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
                 "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
             )
+        self._at_work = None
         return proceed
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
@@ -325,8 +348,10 @@ class TrainingUpdateOrchestrator:
         return self._window
 
     def _open_window(self, ctx: TrainContext) -> None:
-        if self._window is not None and self._window.unscaled:
-            self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
+        if self._window is not None:
+            if self._window.unscaled:
+                self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
+            self._window.release()
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
         ctx.window = self._window = UpdateWindow(ctx.optimizers, ctx.grad_scaler)
@@ -347,7 +372,12 @@ def _differentiable(loss: object, what: str) -> Tensor:
     if not loss.requires_grad:
         raise HookContractError(
             f"DO_BACKWARD needs a loss to differentiate, but {what} has no graph (requires_grad is False); "
-            "do not detach it, and compute it from parameters that require gradients."
+            "do not detach it, compute it from parameters that require gradients, and call DO_BACKWARD once a batch."
+        )
+    if loss.numel() != 1:
+        raise HookContractError(
+            f"DO_BACKWARD needs a scalar to differentiate, but {what} has shape {tuple(loss.shape)}; "
+            "take its mean or sum."
         )
     return loss
 
@@ -361,7 +391,9 @@ def _checked(hook: object, position: int) -> TrainingUpdateHook:
     elif isinstance(hook, type) and issubclass(hook, TrainingUpdateHook):
         advice = f"make an instance: {hook.__name__}(...)"
     elif hasattr(hook, "frequency"):
-        advice = "it is a plain hook; give it to the strategy beside the orchestrator"
+        advice = "it is a plain hook; give it to the strategy beside the orchestrator, or call it yourself"
+    elif isinstance(hook, str):
+        advice = "names are for a strategy, TrainingStrategy(hooks=[...]); here give the hook itself"
     kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
     raise TypeError(f"Argument {position} of TrainingUpdateOrchestrator is {kind}, no update hook; {advice}.")
 

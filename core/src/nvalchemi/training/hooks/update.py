@@ -45,7 +45,7 @@ class UpdatePriority(IntEnum):
 
 
 _STAGE_METHODS = ("setup", "before_batch", "transform_loss", "before_optimizer_step", "after_optimizer_step", "settled")
-_LOOKS_LIKE_A_STAGE = re.compile("|".join(["(before|after)_.+", *(stage.name.lower() for stage in TrainingStage)]))
+_LOOKS_LIKE_A_STAGE = re.compile("|".join(["(before|after|on)_.+", *(stage.name.lower() for stage in TrainingStage)]))
 
 
 class TrainingUpdateHook:
@@ -77,7 +77,8 @@ class TrainingUpdateHook:
         Two members of one family cannot be composed.
     reads_grad : bool
         It looks at or changes ``.grad`` by itself. Such a hook finds unscaled gradients there (and, after clipping's
-        priority, clipped ones); one that sets this to False lets the update stay folded.
+        priority, clipped ones). Set it to False only on a hook that never touches ``.grad``, where it would find the
+        loss scale; the update can then stay folded.
     defers_veto : bool
         It can live with a decision that is still on the device, and may call ``ctx.defer_veto``.
 
@@ -102,6 +103,8 @@ class TrainingUpdateHook:
         if "name" not in cls.__dict__:
             cls.name = snake_case(cls.__name__)
         _refuse_unknown_stage_methods(cls)
+        if isinstance(cls.priority, bool) or not isinstance(cls.priority, int):
+            raise TypeError(f"{cls.__name__}.priority is {cls.priority!r}; it must be an int, see UpdatePriority.")
 
     def setup(self, ctx: TrainContext) -> None:
         """Prepare, before optimizers are built."""
@@ -111,7 +114,11 @@ class TrainingUpdateHook:
         return True
 
     def transform_loss(self, ctx: TrainContext, loss: Tensor) -> Tensor:
-        """Return the loss to go on with: a tensor with a graph."""
+        """Return the loss to go on with: a tensor with a graph.
+
+        Under loss scaling the loss comes scaled. Multiply it; a term to be added belongs into ``loss_fn``, where it is
+        scaled with the rest.
+        """
         return loss
 
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:

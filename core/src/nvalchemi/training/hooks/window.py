@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.errors import HookContractError
+from nvalchemi.errors import HookConflictError, HookContractError
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto
 from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
 from nvalchemi.training.hooks.scaling import drive
@@ -36,8 +37,10 @@ class UpdateWindow:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any = None) -> None:
         self.optimizers = optimizers
+        self.given_scaler = scaler
         self.scaler = drive(scaler)
         self.decision = Decision()
+        self.begun = True  # optimizers and scaler are known
         self.closed = False
         self.unscaled = False  # the loss scale has been taken out of some gradients
         self.voting = False  # deferred vetoes count now
@@ -52,6 +55,7 @@ class UpdateWindow:
         if self._gradients is None:
             self._gradients = [OptimizerGradients(optimizer) for optimizer in self.optimizers]
             if self.scaler is not None:
+                self._refuse_shared()
                 for gradients in self._with_gradients():
                     gradients.scale = self.scaler.scale_on(gradients.tensors[0].device)
         return self._gradients
@@ -83,7 +87,9 @@ class UpdateWindow:
 
     def divide(self, by: Tensor, *, optimizer: int | None = None) -> None:
         """Have the gradients divided by a 0-dim tensor, together with whatever else is pending."""
-        for gradients in self._with_gradients(optimizer):
+        chosen = self._with_gradients(optimizer)
+        self._refuse_shared()
+        for gradients in chosen:
             gradients.divide(by.to(gradients.tensors[0].device))
 
     def nonfinite(self) -> Tensor:
@@ -114,11 +120,12 @@ class UpdateWindow:
     def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
         scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters()}
+        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters()}
         named: dict[str, Tensor] = {}
         for key, model in models.items():
             prefix = f"{key}." if len(models) > 1 else ""
             for name, parameter in bare_module(model).named_parameters():
-                if parameter.grad is not None:
+                if parameter.grad is not None and id(parameter) in owned:
                     grad, scale = parameter.grad.detach(), scales.get(id(parameter))
                     named[prefix + name] = grad if scale is None else grad / scale.to(grad.device)
         return named
@@ -147,8 +154,8 @@ class UpdateWindow:
             )
         if not self.voting:
             raise HookContractError(
-                f"{type(hook).__name__} deferred a veto outside before_optimizer_step, where nobody would act on it; "
-                "defer it there."
+                f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
+                "in a window that is still open (ctx.window_complete is False)."
             )
         if not isinstance(flag, Tensor) or flag.dim() != 0:
             got = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
@@ -174,7 +181,26 @@ class UpdateWindow:
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
-        self.optimizers, self.scaler = optimizers, drive(scaler)
+        self.optimizers, self.given_scaler, self.scaler = optimizers, scaler, drive(scaler)
+        self.begun = True
+
+    def follow(self, scaler: Any) -> None:
+        """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
+        if scaler is None or scaler is self.given_scaler:
+            return
+        if self.unscaled:
+            raise HookContractError(
+                f"ctx.grad_scaler became a {type(scaler).__name__} after gradients were unscaled; "
+                "set it at BEFORE_BATCH."
+            )
+        self.adopt(self.optimizers, scaler)
+        self._gradients = self._grad_norm = None
+
+    def begin_voting(self) -> None:
+        """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
+        self.voting = True
+        if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
+            self.refresh()
 
     def begin(self, hook: TrainingUpdateHook) -> None:
         """Note which hook is about to be called."""
@@ -197,10 +223,16 @@ class UpdateWindow:
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
-        measured = [g for g in self._with_gradients() if g.holds_inf is None] if self.scaler is not None else []
-        flags = self.decision.resolve([gradients.flag() for gradients in measured])
-        for gradients, flag in zip(measured, flags, strict=True):
+        scaled = self._with_gradients() if self.scaler is not None else []
+        measured = [g for g in scaled if g.holds_inf is None]
+        products = [g.pending_product() for g in scaled if g.scale is not None and g.divisor is not None]
+        flags = self.decision.resolve([*(gradients.flag() for gradients in measured), *products])
+        for gradients, flag in zip(measured, flags, strict=False):
             gradients.holds_inf = gradients.found_here = flag != 0
+        if not all(math.isfinite(product) for product in flags[len(measured) :]) and not self.vetoed:
+            reason = "loss scale times clipping factor overflows, so that gradients would be divided to zero"
+            self.decision.vetoes.append(Veto("loss scale", reason))
+            self.decision.found_inf = True
 
     def step(self, gradients: OptimizerGradients) -> None:
         """Step one optimizer on true gradients; one that divides by itself does so in its own pass."""
@@ -233,6 +265,24 @@ class UpdateWindow:
                     if gradients.holds_inf:
                         self._unscale(gradients)  # so that torch's scaler has a record of the inf
             self.scaler.close(found_inf)
+
+    def release(self) -> None:
+        """Let go of the gradients, for whoever keeps the context of this window."""
+        for gradients in self._gradients or ():
+            gradients.release()
+
+    def _refuse_shared(self) -> None:
+        if len(self.optimizers) == 1:
+            return
+        owners: dict[int, int] = {}
+        for place, gradients in enumerate(self._gradients or ()):
+            for parameter in gradients.parameters():
+                if owners.setdefault(id(parameter), place) != place:
+                    raise HookConflictError(
+                        f"A parameter of shape {tuple(parameter.shape)} is in optimizer {owners[id(parameter)]} and "
+                        f"in optimizer {place}, so it would be unscaled and clipped twice; give each parameter one "
+                        "optimizer."
+                    )
 
     def _unscale(self, gradients: OptimizerGradients) -> None:
         if self.scaler is not None:

@@ -33,7 +33,8 @@ def clip(
     norm = vector_norm(tensors, norm_type)
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     power = 1.0 if math.isinf(norm_type) else max(1.0, norm_type)
-    if not norm <= torch.finfo(wide).max ** (1.0 / power):
+    measured, largest = torch.tensor([norm, torch.finfo(wide).max ** (1.0 / power)], dtype=wide)
+    if not measured <= largest:
         return list(tensors), True
     divisor = max(1.0, (norm + 1e-6) / max_norm)
     return [(t.double() / divisor).clamp(-clip_value, clip_value).to(t.dtype) for t in tensors], False
