@@ -144,4 +144,4 @@ def test_the_number_of_tensors_does_not_matter():
             step(TrainingUpdateOrchestrator(*hooks), weights, optimizers, 3.0, around=(dispatched := Dispatched()))
             costs.append(sum(n for name, n in dispatched.ops.items() if name != "detach"))
         added.append(costs[1] - costs[0])
-    assert added[0] == added[1] <= 10
+    assert added[0] == added[1] <= 11

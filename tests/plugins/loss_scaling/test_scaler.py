@@ -43,14 +43,14 @@ def torch_scales(windows, **options):
 @given(
     windows=st.lists(st.booleans(), min_size=1, max_size=20),
     init_scale=st.floats(2.0**-10, 2.0**20, width=32),
-    growth_factor=st.floats(1.0, 8.0, exclude_min=True),
+    growth_factor=st.floats(1.0, 4.0, exclude_min=True),
     backoff_factor=st.floats(0.01, 1.0, exclude_max=True),
     growth_interval=st.integers(1, 5),
 )
 @settings(deadline=None, max_examples=60)
 def test_the_scale_goes_through_torchs_values(windows, **options):
     """Where floor and ceiling do not bind, every scale equals that of torch.amp.GradScaler, to the bit."""
-    own = LossScaler(min_scale=2.0**-126, max_scale=3.4e38, **options)
+    own = LossScaler(min_scale=2.0**-126, max_scale=2.0**64, **options)
     assert scales(own, *windows) == torch_scales(windows, **options)
 
 
