@@ -15,6 +15,7 @@ from nvalchemi_hooks_checkpoint.retention import (
     complete_checkpoints,
     latest_checkpoint,
     remove_checkpoint,
+    remove_incomplete,
     write_index,
 )
 from nvalchemi_hooks_checkpoint.writer import Save
@@ -47,6 +48,7 @@ class CheckpointFolder:
     def __init__(self, root: Path, kept: Retention, writer: Writer, *, on_error: str) -> None:
         self.root, self.kept, self.writer, self.on_error = root, kept, writer, on_error
         self._save: Save | None = None  # the one that the writer has, or had
+        self._is_claimed = False
 
     def claim(self) -> None:
         """Make the folder and see that nobody else saves there.
@@ -63,16 +65,18 @@ class CheckpointFolder:
                 f"CheckpointHook: root {self.root} is in use by another CheckpointHook; give each a root of its "
                 "own, or close the other first."
             )
-        if self.kept.claimed:
+        if self._is_claimed:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        if found := complete_checkpoints(self.root):
+        if self.kept.claimed:
+            remove_incomplete(self.root)  # what a killed run left half written, or half removed
+        elif found := complete_checkpoints(self.root):
             raise FileExistsError(
                 f"CheckpointHook: root {self.root} holds checkpoints of another run, {found[-1]} for example, which "
                 "this run would overwrite. To go on with that one, load it before training: "
                 "load_training(latest_checkpoint(root), strategy). Else give another root, or remove this one."
             )
-        self.kept.claimed = True
+        self.kept.claimed = self._is_claimed = True
 
     def save(self, run: Any, step: int, *, best_value: float | None = None) -> None:
         """Save a run as it is now, unless its step is saved already; return when it is copied.
@@ -132,6 +136,7 @@ class CheckpointFolder:
             self._tidy()
         finally:
             self.writer.close()
+            self._is_claimed = False
             if self._in_use.get(self.root) is self:
                 del self._in_use[self.root]
 

@@ -49,6 +49,15 @@ def remove_checkpoint(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def remove_incomplete(root: Path) -> None:
+    """Remove folders of checkpoints that were not written, or not removed, to the end."""
+    for path in root.glob("step-*"):
+        if _NAME.fullmatch(path.name) and not is_complete(path):
+            remove_checkpoint(path)
+    for path in root.glob(f".{INDEX}.*"):
+        path.unlink(missing_ok=True)
+
+
 def complete_checkpoints(root: Path) -> list[str]:
     """Return the names of the complete checkpoints in `root`, by their steps."""
     found = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and is_complete(path))
@@ -198,8 +207,7 @@ class Retention:
             It is not what `state` returns; nothing is changed.
         """
         kept, complete = _checked(state), complete_checkpoints(root)
-        written = _read_index(root).get("kept", ()) if state["claimed"] else ()
-        abandoned = [name for name in written if name in complete and name not in kept]
+        abandoned = [name for name in complete if name not in kept] if state["claimed"] else []
         self.claimed = state["claimed"]
         self.names = abandoned + [name for name in kept if name in complete]
         self.best = self.best_value = None
