@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 def _restore_numpy(state: Any) -> None:
     try:
-        import numpy
+        numpy = importlib.import_module("numpy")  # an optional companion, without which type checking works too
     except ImportError:  # then nothing here can draw from it
         return
     name, words, position, has_gauss, gauss = state
