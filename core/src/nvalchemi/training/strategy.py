@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from nvalchemi.errors import NoProgressError
 from nvalchemi.hooks.context import TrainContext
 from nvalchemi.hooks.protocols import ProvidesAveragedModel, ProvidesInferenceContext
+from nvalchemi.training.arguments import (
+    checked_callable,
+    checked_length,
+    checked_models,
+    chosen_device,
+    global_rank,
+    length_of,
+    why_no_batches,
+    world_size,
+)
 from nvalchemi.training.assembly import assemble
 from nvalchemi.training.batches import move_to, scalar_loss
 from nvalchemi.training.hook_states import HookStates
@@ -24,6 +33,7 @@ from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.strategy_state import load_into, state_of
+from nvalchemi.training.tally import Tally
 from nvalchemi.training.validation import (
     Validation,
     ValidationResult,
@@ -110,11 +120,11 @@ class TrainingStrategy:
         validation: Validation | None = None,
         progress: bool | None = None,
     ) -> None:
-        self.models = _checked_models(models)
+        self.models = checked_models(models)
         self.optimizer_configs = checked_optimizer_configs(optimizer_configs, self.models)
-        self.loss_fn = _checked_callable("loss_fn", loss_fn)
-        self.training_fn = None if training_fn is None else _checked_callable("training_fn", training_fn)
-        self.num_epochs, self.num_steps = _checked_length(num_epochs, num_steps)
+        self.loss_fn = checked_callable("loss_fn", loss_fn)
+        self.training_fn = None if training_fn is None else checked_callable("training_fn", training_fn)
+        self.num_epochs, self.num_steps = checked_length(num_epochs, num_steps)
         if validation is not None and not isinstance(validation, Validation):
             raise TypeError(f"validation is a {type(validation).__name__}; give Validation(loader=...).")
         self.validation = validation
@@ -124,7 +134,7 @@ class TrainingStrategy:
         self.orchestrator: TrainingUpdateOrchestrator = self._assembly.orchestrator
         self.devices = devices
         if devices is not None:
-            _device(devices, self.models)  # a wrong one is found now, not at the first batch
+            chosen_device(devices, self.models)  # a wrong one is found now, not at the first batch
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
         self.step_count = self.global_step_count = 0
@@ -288,7 +298,7 @@ class TrainingStrategy:
         """Settle devices, let hooks set up, build optimizers and schedulers; done by itself before the first batch."""
         if self._is_set_up:
             return
-        self.device = _device(self.devices, self.models)
+        self.device = chosen_device(self.devices, self.models)
         if self.devices is not None:
             for model in self.models.values():
                 model.to(self.device)
@@ -344,7 +354,7 @@ class TrainingStrategy:
 
     def _train_pass(self, loader: Iterable[Any], progress: RunProgress) -> bool:
         """Train on the batches of a pass; False if the goal was reached in its middle."""
-        tally = _Tally()
+        tally = Tally()
         batches = self._batches(loader)
         if self._stops_inside(loader):  # a state taken at the last step was loaded
             return False
@@ -354,7 +364,7 @@ class TrainingStrategy:
             if self._stops_inside(loader):
                 return False
         if self.epoch_step_count == 0:
-            raise ValueError(_no_batches(loader, self.epoch))
+            raise ValueError(why_no_batches(loader, self.epoch))
         if self.step_count == self._position.steps_before:
             raise NoProgressError(tally.no_progress())
         return True
@@ -371,9 +381,9 @@ class TrainingStrategy:
 
     def _stops_inside(self, loader: Iterable[Any]) -> bool:
         """Whether the goal is reached in the middle of a pass."""
-        return bool(self.num_steps) and self._is_done() and self.epoch_step_count != _length(loader)
+        return bool(self.num_steps) and self._is_done() and self.epoch_step_count != length_of(loader)
 
-    def _train_and_look(self, batch: Any, tally: _Tally, progress: RunProgress) -> None:
+    def _train_and_look(self, batch: Any, tally: Tally, progress: RunProgress) -> None:
         ctx = self.train_batch(batch)
         tally.count(ctx)
         self._validate_on(steps=not ctx.step_skipped)
@@ -398,7 +408,7 @@ class TrainingStrategy:
         self.epoch_step_count += 1
         if not ctx.step_skipped:
             self.step_count += 1
-            self.global_step_count += _world_size()
+            self.global_step_count += world_size()
         ctx.step_count, ctx.global_step_count = self.step_count, self.global_step_count
         ctx.batch_count, ctx.epoch_step_count = self.batch_count, self.epoch_step_count
 
@@ -415,7 +425,7 @@ class TrainingStrategy:
             epoch_step_count=self.epoch_step_count,
             epoch=self.epoch,
             device=self.device,
-            global_rank=_rank(),
+            global_rank=global_rank(),
             workflow=self,
         )
 
@@ -444,111 +454,10 @@ class TrainingStrategy:
         return self.step_count if self.num_steps else self.epoch
 
     def _progress(self, loader: Iterable[Any]) -> RunProgress:
-        goal, length = self._goal or 0, _length(loader)
+        goal, length = self._goal or 0, length_of(loader)
         if not self.num_steps:
             goal = self.batch_count + (goal - self.epoch) * (length or 0)
         return RunProgress(goal or None, self._done_in_bar(), self.progress)
 
     def _done_in_bar(self) -> int:
         return self.step_count if self.num_steps else self.batch_count
-
-
-def _checked_models(models: object) -> dict[str, nn.Module]:
-    named = {"main": models} if isinstance(models, nn.Module) else models
-    if not isinstance(named, Mapping) or not named:
-        raise TypeError(
-            f"models is {models!r}; give an nn.Module, or a mapping from names to modules that is not empty."
-        )
-    for key, model in named.items():
-        if not isinstance(key, str) or not isinstance(model, nn.Module):
-            raise TypeError(f"models[{key!r}] is a {type(model).__name__}; give names (str) and nn.Modules.")
-    return dict(named)
-
-
-def _checked_callable(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise TypeError(
-            f"{name} is {value!r}; give a callable: {name}({'predictions' if name == 'loss_fn' else 'model'}, batch)."
-        )
-    return value
-
-
-def _checked_length(num_epochs: int | None, num_steps: int | None) -> tuple[int | None, int | None]:
-    if (num_epochs is None) == (num_steps is None):
-        both = "neither is given" if num_epochs is None else f"both are given ({num_epochs!r} and {num_steps!r})"
-        raise ValueError(f"A run is as long as num_epochs or num_steps says, but {both}; give exactly one of the two.")
-    for name, value in (("num_epochs", num_epochs), ("num_steps", num_steps)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} is {value!r}; it must be an int of 1 or more.")
-    return num_epochs, num_steps
-
-
-def _device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device:
-    if devices is None:
-        parameters = (p for model in models.values() for p in model.parameters())
-        return next((parameter.device for parameter in parameters), torch.device("cpu"))
-    if isinstance(devices, Sequence) and not isinstance(devices, str):
-        if not devices:
-            raise ValueError("devices is empty; give a device, or leave it out so that models stay where they are.")
-        devices = devices[_rank() % len(devices)]
-    try:
-        device = torch.device(devices)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # how torch says that it does not know or does not have it
-        raise ValueError(
-            f"devices is {devices!r}, which cannot be used here ({error}); give 'cpu', for example."
-        ) from error
-    return device
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # a stream: nobody knows how long it is
-        return None
-
-
-def _no_batches(loader: Iterable[Any], epoch: int) -> str:
-    used_up = isinstance(loader, Iterator)
-    why = "it is an iterator, which is used up after one pass" if used_up else "it is empty"
-    return (
-        f"The loader ({type(loader).__name__}) gave no batches in epoch {epoch}: {why}; "
-        "give a list or a DataLoader that holds data."
-    )
-
-
-class _Tally:
-    """What became of the batches of one pass."""
-
-    def __init__(self) -> None:
-        self.batches = self.open_windows = 0
-        self._vetoes = Counter[str]()
-
-    def count(self, ctx: TrainContext) -> None:
-        self.batches += 1
-        if ctx.outcome is not None:
-            self.open_windows += ctx.outcome.window_open
-            self._vetoes.update(f"{veto.hook} ({veto.reason})" for veto in ctx.outcome.vetoes)
-
-    def no_progress(self) -> str:
-        causes = [f"vetoed by {name} {count} times" for name, count in self._vetoes.most_common()]
-        if self.open_windows:
-            causes.append(
-                f"the window was still open after {self.open_windows} of them: "
-                "accumulate over fewer batches than a pass has"
-            )
-        if not causes:
-            causes.append("no hook vetoed: no optimizer had a gradient, or every gradient was not finite")
-        return (
-            f"A whole pass over the loader ({self.batches} batches) went by without one optimizer step: "
-            f"{'; '.join(causes)}. Look at the loss and the gradients of the first batches; "
-            "a lower learning rate or loss scale often helps."
-        )
