@@ -209,3 +209,28 @@ def test_a_stage_that_is_none_is_refused():
     """A stage by name, or the arguments in the wrong order, is a TypeError instead of silence."""
     with pytest.raises(TypeError, match=r"The stage is 'BEFORE_BATCH'; call orchestrator\(ctx, TrainingStage"):
         TrainingUpdateOrchestrator()(TrainContext(), "BEFORE_BATCH")
+
+
+def test_an_optimizer_with_a_step_pre_hook_is_shown_true_gradients(weight):
+    """Where code runs around a fused optimizer's step, gradients are divided before it instead of inside."""
+    optimizer, seen = torch.optim.SGD([weight], lr=1.0, fused=True), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
+    ctx = _batch(TrainingUpdateOrchestrator(Halve()), [optimizer], weight @ torch.tensor([3.0, 4.0]))
+    torch.testing.assert_close(seen[0], torch.tensor([0.6, 0.8]))
+    assert ctx.outcome.optimizers[0].division.startswith("plain: code around")
+
+
+def test_a_deferred_flag_counts_as_it_was_when_it_was_deferred(weight):
+    """A flag whose memory is used again after it was deferred still vetoes."""
+
+    class Reuses(TrainingUpdateHook):
+        reads_grad, defers_veto = False, True
+
+        def before_optimizer_step(self, ctx, *, will_skip):
+            flag = torch.ones(())
+            ctx.defer_veto(flag, "as it was")
+            flag.zero_()
+            return True
+
+    ctx = _batch(TrainingUpdateOrchestrator(Reuses()), [torch.optim.SGD([weight], lr=1.0)], weight.sum())
+    assert ctx.step_skipped
