@@ -20,7 +20,7 @@ BATCHES = [torch.full((2, 1), float(i)) for i in range(1, 5)]
 @pytest.mark.parametrize(("keep", "expected"), [(1, [12]), (2, [9, 12]), (9, [3, 6, 9, 12]), (None, [3, 6, 9, 12])])
 def test_the_last_ones_are_kept(root, run, steps, keep, expected, asynchronous):
     """Of four saves as many are left as `keep` says, the latest ones."""
-    run(CheckpointHook(root=root, every_steps=3, keep=keep, asynchronous=asynchronous), num_steps=13)
+    run(CheckpointHook(root=root, every_steps=3, keep=keep, at_end=False, asynchronous=asynchronous), num_steps=13)
     assert steps(root) == expected
     assert latest_checkpoint(root) == root / "step-00000012"
     assert sorted(path.name for path in root.iterdir()) == ["index.json", *(f"step-{step:08}" for step in expected)]
@@ -28,7 +28,7 @@ def test_the_last_ones_are_kept(root, run, steps, keep, expected, asynchronous):
 
 def test_the_best_is_kept_beside_the_last(root, run, steps):
     """A validation that is better than all before is saved by itself, and outlives later saves."""
-    hook = CheckpointHook(root=root, every_steps=5, keep=1, best="loss")
+    hook = CheckpointHook(root=root, every_steps=5, keep=1, best="loss", at_end=False)
     run(hook, losses=[3.0, 1.0, 2.0, 1.5], num_epochs=4)  # at steps 4, 8, 12, 16
     assert steps(root) == [8, 15]
     assert best_checkpoint(root) == root / "step-00000008"
@@ -58,7 +58,7 @@ def test_a_best_whose_step_is_saved_is_not_saved_again(root, run, gate, steps):
 
 def test_nan_is_never_the_best(root, run, steps):
     """A validation that gave nan saves nothing, also when it is the first; what comes after it counts."""
-    run(CheckpointHook(root=root, best="loss"), losses=[math.nan, 2.0, math.nan, 3.0], num_epochs=4)
+    run(CheckpointHook(root=root, best="loss", at_end=False), losses=[math.nan, 2.0, math.nan, 3.0], num_epochs=4)
     assert steps(root) == [8]
 
 

@@ -9,6 +9,8 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage, load_training
 from nvalchemi_hooks_checkpoint import CheckpointHook, latest_checkpoint
 
+BATCHES = [torch.full((2, 1), float(i)) for i in range(1, 5)]  # as `run` has them
+
 
 @pytest.mark.parametrize(("settings", "expected"), [
     ({"every_steps": 3}, [3, 6, 9, 12]),
@@ -18,9 +20,39 @@ from nvalchemi_hooks_checkpoint import CheckpointHook, latest_checkpoint
 ])  # fmt: skip
 def test_it_saves_every_so_many_steps_and_epochs(root, run, gate, settings, expected):
     """Steps and epochs are counted from the beginning of training; a step that is due twice is saved once."""
-    run(CheckpointHook(root=root, **settings), num_epochs=3)
+    run(CheckpointHook(root=root, at_end=False, **settings), num_epochs=3)
     assert gate.copies == expected
     assert gate.written == [f"step-{step:08}" for step in expected]
+
+
+def test_the_end_of_a_run_is_saved(root, run, gate):
+    """A run whose last step was not due is saved when it ends; one whose last step is saved already is not again."""
+    run(CheckpointHook(root=root, every_steps=3), num_steps=7)
+    assert gate.copies == [3, 6, 7]
+    run(CheckpointHook(root=root / "due", every_steps=3), num_steps=6)
+    assert gate.copies == [3, 6, 7, 3, 6]
+
+
+def test_a_run_that_ends_by_an_error_saves_nothing_more(root, strategy, gate):
+    """What it saved before stays the latest; the moment of the error is no checkpoint."""
+    made = strategy(CheckpointHook(root=root, every_steps=2), num_steps=9)
+    with pytest.raises(TypeError):
+        made.run([torch.ones(2, 1)] * 3 + [None])
+    assert gate.copies == [2]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [({"num_steps": 6}, {"num_steps": 11}), ({"num_epochs": 1}, {"num_epochs": 3})]
+)
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(root, run, strategy, first, last):
+    """Loaded from its last checkpoint, in the middle of a pass or after one, it equals the long run bit for bit."""
+    straight = run(**last)
+    run(CheckpointHook(root=root, every_steps=100), **first)
+    longer = strategy(CheckpointHook(root=root, every_steps=100), **last)
+    load_training(latest_checkpoint(root), longer)
+    longer.run(BATCHES)
+    assert (longer.step_count, longer.epoch) == (straight.step_count, straight.epoch)
+    assert torch.equal(longer.models["main"].weight, straight.models["main"].weight)
 
 
 def test_a_vetoed_step_saves_nothing(root, run, gate, veto):

@@ -20,6 +20,7 @@ def test_a_count_is_an_int_of_one_or_more(root, name, value):
     [
         ("best_mode", "least"),
         ("asynchronous", 1),
+        ("at_end", None),
         ("on_error", "no"),
         ("best", True),
         ("best", ""),
@@ -33,7 +34,9 @@ def test_words_that_mean_nothing_are_refused(root, name, value):
 
 def test_a_hook_that_would_never_save_is_refused(root):
     """At least one of the three occasions to save is needed."""
-    with pytest.raises(ValueError, match="would never save; give every_steps, every_epochs or best"):
+    with pytest.raises(
+        ValueError, match="would save nothing while the run lasts; give every_steps, every_epochs or best"
+    ):
         CheckpointHook(root=root)
 
 

@@ -23,6 +23,7 @@ _STAGES = (
     TrainingStage.AFTER_BATCH,
     TrainingStage.AFTER_EPOCH,
     TrainingStage.AFTER_VALIDATION,
+    TrainingStage.AFTER_TRAINING,
 )
 
 
@@ -50,6 +51,9 @@ class CheckpointHook:
         and kept besides the last. nan is never better.
     best_mode : {"min", "max"}
         Which is better.
+    at_end : bool
+        Save the end of a run, too, unless its step is saved already: a longer run can go on from there. A run that ends
+        by an error saves nothing more.
     asynchronous : bool
         If False, training waits until a checkpoint is written.
     on_error : {"raise", "warn"}
@@ -78,11 +82,12 @@ class CheckpointHook:
     ...         hooks=[CheckpointHook(root=root.name, every_steps=2)])
     >>> strategy(num_steps=5).run([torch.ones(4, 1)] * 10)
     >>> latest_checkpoint(root.name).name
-    'step-00000004'
-    >>> resumed = strategy(num_steps=5)
-    >>> load_training(latest_checkpoint(root.name), resumed)
-    >>> resumed.step_count
-    4
+    'step-00000005'
+    >>> longer = strategy(num_steps=8)
+    >>> load_training(latest_checkpoint(root.name), longer)
+    >>> longer.run([torch.ones(4, 1)] * 10)
+    >>> longer.step_count
+    8
     >>> root.cleanup()
     """
 
@@ -99,6 +104,7 @@ class CheckpointHook:
         keep: int | None = 3,
         best: str | None = None,
         best_mode: Literal["min", "max"] = "min",
+        at_end: bool = True,
         asynchronous: bool = True,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
@@ -108,10 +114,13 @@ class CheckpointHook:
         self.keep = checked_count("keep", keep)
         self.best = checked_metric(best)
         self.best_mode: str = checked_choice("best_mode", best_mode, ("min", "max"))
+        self.at_end: bool = checked_choice("at_end", at_end, (True, False))
         self.asynchronous: bool = checked_choice("asynchronous", asynchronous, (True, False))
         self.on_error: str = checked_choice("on_error", on_error, ("raise", "warn"))
         if not (every_steps or every_epochs or best):
-            raise ValueError("CheckpointHook would never save; give every_steps, every_epochs or best.")
+            raise ValueError(
+                "CheckpointHook would save nothing while the run lasts; give every_steps, every_epochs or best."
+            )
         self._kept = Retention(keep=self.keep, metric=self.best, mode=self.best_mode)
         writer = Writer(asynchronous=self.asynchronous)
         self._folder = CheckpointFolder(self.root, self._kept, writer, on_error=self.on_error)
@@ -130,6 +139,9 @@ class CheckpointHook:
             self._after_batch(ctx)
         elif stage is TrainingStage.AFTER_EPOCH:
             self._after_epoch(ctx)
+        elif stage is TrainingStage.AFTER_TRAINING:
+            if self.at_end:
+                self._save(ctx)
         elif self.best is not None:
             self._after_validation(ctx, self.best)
         if not (self.asynchronous and self._entered):
