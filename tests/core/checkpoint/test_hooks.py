@@ -160,6 +160,54 @@ def test_a_hook_that_refuses_its_state_leaves_everything_as_it_was(make_strategy
     assert differences(target.state_dict(), before) == []
 
 
+class Picky(torch.nn.Linear):
+    """A module that loads in its own way, and refuses a bias above 1 after it took it over."""
+
+    def load_state_dict(self, state, *args, **options):
+        super().load_state_dict(state, *args, **options)
+        if (self.bias > 1).any():
+            raise ValueError("bias above 1")
+
+
+class PickyOptimizer(torch.optim.SGD):
+    """An optimizer that refuses a learning rate above 1 after it took it over."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.param_groups[0]["lr"] > 1:
+            raise ValueError("lr above 1")
+
+
+@pytest.mark.parametrize("picky", ["second model", "optimizer"])
+def test_a_part_that_refuses_what_was_checked_leaves_everything_as_it_was(make_strategy, kinds, differences, picky):
+    """A module or an optimizer with a loading of its own may refuse late: hooks, models and itself go back."""
+    from nvalchemi.training import OptimizerConfig
+
+    def make():
+        return make_strategy(
+            kinds["Counting"](),
+            models={"main": torch.nn.Linear(6, 1), "second": Picky(6, 1)},
+            training_fn=lambda models, batch: models["main"](batch[0]) + models["second"](batch[0]),
+            optimizer_configs={"main": OptimizerConfig(), "second": OptimizerConfig(optimizer_cls=PickyOptimizer)},
+        )
+
+    source, target = make(), make()
+    batch = torch.ones(4, 6), torch.zeros(4, 1)
+    source.train_batch(batch)
+    state = source.state_dict()
+    if picky == "optimizer":
+        state["optimizers"][1]["state"]["param_groups"][0]["lr"] = 2.0
+    else:
+        state["models"]["second"]["bias"] += 2
+    target.setup()
+    before = target.state_dict()
+    with pytest.raises(ValueError, match="above 1"):
+        target.load_state_dict(state)
+    assert differences(target.state_dict(), before) == []
+    target.load_state_dict(source.state_dict())
+    assert differences(target.state_dict(), source.state_dict()) == []
+
+
 def test_state_that_is_no_plain_data_is_refused_when_it_is_saved(make_strategy, kinds, tmp_path):
     """A numpy scalar in the state of a hook is named with its place, and no file is written."""
     counting = kinds["Counting"]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,24 +124,21 @@ class HookStates:
                     f"Leave the hook out, or let it start from scratch: fresh=[{key!r}]."
                 )
 
-    def load(self, states: Mapping[str, Mapping[str, Any]], fresh: Collection[str] = ()) -> None:
-        """Give every hook its state; if one refuses, those before it get theirs back and nothing has changed.
+    def load(self, states: Mapping[str, Mapping[str, Any]], fresh: Collection[str], undo: ExitStack) -> None:
+        """Give every hook its state; `undo` is told how each gets back what it had, should one refuse.
 
         States of hooks that this run has not are kept, to be saved again, with a `CheckpointWarning`.
         """
-        loaded: list[tuple[NamedHook, dict[str, Any]]] = []
         for key, hook in self._hooks.items():
             if not hook.keeps_state or key in fresh or "state" not in states.get(key, {}):
                 continue
-            before = hook.hook.state_dict()
+            undo.callback(hook.hook.load_state_dict, hook.hook.state_dict())
             try:
                 hook.hook.load_state_dict(states[key]["state"])
-            except Exception as error:
-                for earlier, state in reversed(loaded):
-                    earlier.hook.load_state_dict(state)
+            except Exception as error:  # noted and raised again
                 error.add_note(_where(key, states[key], hook))
                 raise
-            loaded.append((hook, before))
+        undo.callback(setattr, self, "_kept", self._kept)
         self._kept = {
             key: host_copy(dict(one)) for key, one in states.items() if "state" in one and key not in self._hooks
         }

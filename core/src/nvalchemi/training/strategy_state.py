@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import CheckpointMismatchError
@@ -14,6 +15,7 @@ from nvalchemi.training.trained_state import (
     load_gradients,
     load_models,
     load_steppers,
+    may_refuse,
     model_states,
     stepper_states,
 )
@@ -64,10 +66,14 @@ def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Colle
         )
     check_steppers("optimizer", strategy.optimizers, state["optimizers"])
     check_steppers("scheduler", strategy.lr_schedulers, state["schedulers"])
-    strategy._hook_states.load(state["hooks"], fresh)  # they check for themselves; what follows has been checked
-    load_models(strategy.models, state["models"])
-    load_steppers(strategy.optimizers, state["optimizers"])
-    load_steppers(strategy.lr_schedulers, state["schedulers"])
+    with ExitStack() as undo:
+        strategy._hook_states.load(state["hooks"], fresh, undo)
+        parts = [*strategy.models.values(), *strategy.optimizers, *strategy.lr_schedulers]
+        careful = undo if any(map(may_refuse, parts)) else None  # it keeps a copy of each, which costs memory
+        load_models(strategy.models, state["models"], careful)
+        load_steppers(strategy.optimizers, state["optimizers"], careful)
+        load_steppers(strategy.lr_schedulers, state["schedulers"], careful)
+        undo.pop_all()  # nobody refused
     load_gradients(strategy.models, state.get("gradients", {}))
     _load_run(strategy, run)
     strategy._position.load_state_dict(state["position"])

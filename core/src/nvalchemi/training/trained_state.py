@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ __all__ = [
     "load_gradients",
     "load_models",
     "load_steppers",
+    "may_refuse",
     "model_states",
     "stepper_states",
 ]
 
 _ELSEWHERE = "or load the models alone"
+_WAYS_TO_LOAD = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
 def model_states(models: Mapping[str, nn.Module], copied: dict[Any, Tensor]) -> dict[str, Any]:
@@ -98,15 +101,27 @@ def check_steppers(kind: str, steppers: Sequence[Any], states: Sequence[Mapping[
             )
 
 
-def load_models(models: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
-    """Copy checked states into models."""
+def may_refuse(part: Any) -> bool:
+    """Return whether a part could still refuse a state that was checked, because it loads in a way of its own."""
+    if not isinstance(part, nn.Module):
+        return not type(part).__module__.startswith("torch.")
+    return any(map(_loads_its_own_way, bare_module(part).modules()))
+
+
+def load_models(models: Mapping[str, nn.Module], states: Mapping[str, Any], undo: ExitStack | None) -> None:
+    """Copy checked states into models; `undo` is told how each gets back what it had."""
     for name, model in models.items():
-        bare_module(model).load_state_dict(states[name])
+        bare = bare_module(model)
+        if undo is not None:
+            undo.callback(bare.load_state_dict, host_copy(dict(bare.state_dict())))
+        bare.load_state_dict(states[name])
 
 
-def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
-    """Give optimizers or schedulers copies of checked states."""
+def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]], undo: ExitStack | None) -> None:
+    """Give optimizers or schedulers copies of checked states; `undo` is told how each gets back what it had."""
     for stepper, state in zip(steppers, states, strict=True):
+        if undo is not None:
+            undo.callback(stepper.load_state_dict, host_copy(stepper.state_dict()))
         own = host_copy(state["state"])
         stepper.load_state_dict(own)
         if isinstance(stepper, torch.optim.Optimizer):
@@ -130,6 +145,12 @@ def _give_dtypes_back(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
             loaded = optimizer.state[parameter].get(key)
             if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
                 optimizer.state[parameter][key] = saved.to(loaded.device)
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    kind = type(module)
+    own = [getattr(kind, name) is not getattr(nn.Module, name) for name in _WAYS_TO_LOAD]
+    return (any(own) and not kind.__module__.startswith("torch.")) or bool(module._load_state_dict_pre_hooks)
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
