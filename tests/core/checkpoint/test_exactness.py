@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import shutil
 
 import pytest
 import torch
@@ -147,6 +149,60 @@ def test_a_sampler_that_was_told_the_epoch_is_told_it_again(make_strategy, tmp_p
     load_training(tmp_path, strategy)
     strategy.run(loader)
     assert first + rest == straight
+
+
+class Stream:
+    """A loader that keeps its place itself, and draws each batch from a generator that nobody else can see."""
+
+    def __init__(self):
+        self.place, self.iterated, self.told = 0, [], 0
+        self._random = random.Random(3)
+
+    def __iter__(self):
+        self.iterated.append(self.place)
+        while self.place < 6:
+            self.place += 1
+            x = torch.full((4, 6), self._random.random())
+            yield x, x.sum(1, keepdim=True)
+        self.place = 0
+
+    def state_dict(self):
+        torch.rand(3)  # it may draw what it likes
+        version, words, gauss = self._random.getstate()
+        return {"place": self.place, "random": [version, list(words), gauss]}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        self.told += 1
+        version, words, gauss = state["random"]
+        self._random.setstate((version, tuple(words), gauss))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 6, 8])
+def test_a_loader_that_keeps_its_place_goes_on_there(resume, all_hooks, batch, tmp_path):
+    """A loader with state_dict is asked for its place, and told it: no batch is loaded twice to be passed over."""
+    made = []
+    loader = lambda own_seed: made.append(Stream()) or made[-1]  # noqa: E731 - used once
+    at = lambda ctx: ctx.batch_count == batch  # noqa: E731 - used once
+    assert resume(S.AFTER_BATCH, at, hooks=all_hooks, loader=loader, num_epochs=3) == []
+    assert made[1].iterated[0] == (batch if batch <= 6 else batch - 6)
+    assert made[1].told == 1  # before it is iterated, not after
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    between = lambda ctx: ctx.epoch == 1  # noqa: E731 - used once
+    plan = Validation(loader=[(torch.ones(4, 6), torch.ones(4, 1))])
+    assert resume(S.AFTER_VALIDATION, between, hooks=all_hooks, loader=loader, num_epochs=3, validation=plan) == []
+
+
+def test_a_loader_that_cannot_be_told_its_place_is_refused(make_strategy, make_loader, tmp_path):
+    """A checkpoint of a run whose loader kept its place needs such a loader; the message names what came instead."""
+    strategy = make_strategy(num_steps=4)
+    strategy.run(Stream())
+    save_training(tmp_path, strategy)
+    resumed = make_strategy(num_steps=4)
+    load_training(tmp_path, resumed)
+    with pytest.raises(ValueError, match=r"the place that its loader kept, but this loader \(list\) has no"):
+        resumed.run(list(make_loader()))
 
 
 def test_workers_that_load_ahead_change_nothing(make_strategy, make_loader, tmp_path, differences):

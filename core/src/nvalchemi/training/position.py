@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from nvalchemi.errors import CheckpointMismatchError
+from nvalchemi.training.plain import host_copy
 from nvalchemi.training.rng import capture_rng, restore_rng
 
 __all__ = ["DataPosition"]
 
+_OWN = "own"  # the state of a loader that keeps its place itself
 _PARTS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")  # of a DataLoader, where it keeps generators
 
 
@@ -20,7 +23,8 @@ class DataPosition:
     """The pass over the loader that is under way, and the random numbers it began with.
 
     A pass is found again by beginning it with the same random numbers and passing over the batches that were trained
-    on; after that the random numbers are those of the moment of saving.
+    on; after that the random numbers are those of the moment of saving. A loader that is no ``DataLoader`` and has
+    ``state_dict()`` and ``load_state_dict(state)`` finds its place by itself.
 
     Attributes
     ----------
@@ -77,7 +81,7 @@ class DataPosition:
     def leave(self) -> None:
         """Note that the loader is not used any more."""
         if self._loader is not None:
-            self._left_loader = _loader_state(self._loader)
+            self._left_loader = _loader_now(self._loader)
         self._loader, self._running = None, False
 
     def begin(self, loader: Iterable[Any], steps: int) -> Iterator[Any]:
@@ -97,22 +101,21 @@ class DataPosition:
         """
         assert self._pending is not None
         assert self._start is not None
-        restore_rng(self._start["rng"])
-        _restore_loader(loader, self._start["loader"])
+        finds_place = _OWN in self._pending["loader"]  # and was told so when the loader was entered
+        if not finds_place:
+            restore_rng(self._start["rng"])
+            _restore_loader(loader, self._start["loader"])
         batches = iter(loader)
-        for passed in range(done):
-            if next(batches, self) is self:
-                raise CheckpointMismatchError(
-                    f"The loader ({type(loader).__name__}) gave {passed} batches, but the checkpoint was saved after "
-                    f"{done} of this pass; give the data as it was, or train a new strategy on the loaded models."
-                )
+        if not finds_place:
+            _pass_over(batches, done, loader)
         self.resume_ended(loader)
         return batches
 
     def resume_ended(self, loader: Iterable[Any]) -> None:
         """Go on from a loaded state in which all batches of the pass are trained on."""
         assert self._pending is not None
-        _restore_loader(loader, self._pending["loader"])
+        if _OWN not in self._pending["loader"]:
+            _restore_loader(loader, self._pending["loader"])
         restore_rng(self._pending["rng"])
         self._pending = None
 
@@ -140,7 +143,7 @@ class DataPosition:
         """Return the position as plain data; no random number is drawn."""
         now = self._pending or {
             "rng": capture_rng(),
-            "loader": self._left_loader if self._loader is None else _loader_state(self._loader),
+            "loader": self._left_loader if self._loader is None else _loader_now(self._loader),
             "running": self._running,
         }
         return {
@@ -161,6 +164,16 @@ class DataPosition:
         restore_rng(self._pending["rng"])
 
 
+def _pass_over(batches: Iterator[Any], done: int, loader: Any) -> None:
+    missing = object()
+    for passed in range(done):
+        if next(batches, missing) is missing:
+            raise CheckpointMismatchError(
+                f"The loader ({type(loader).__name__}) gave {passed} batches, but the checkpoint was saved after "
+                f"{done} of this pass; give the data as it was, or train a new strategy on the loaded models."
+            )
+
+
 def _parts(loader: Any) -> dict[str, Any]:
     """Return a loader and its samplers by name, each object once."""
     found: dict[str, Any] = {}
@@ -171,6 +184,21 @@ def _parts(loader: Any) -> dict[str, Any]:
         if part is not None and all(part is not other for other in found.values()):
             found[path] = part
     return found
+
+
+def _loader_now(loader: Any) -> dict[str, Any]:
+    """Return where a loader is: what it says itself, if it can, else the states of its generators and samplers.
+
+    A ``DataLoader`` that can, torchdata's ``StatefulDataLoader``, is passed over like any other: told its place between
+    two passes, it would draw other random numbers.
+    """
+    own = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    if not own or isinstance(loader, DataLoader):
+        return _loader_state(loader)
+    before = capture_rng()
+    state = host_copy(loader.state_dict())
+    restore_rng(before)  # saving draws no random number
+    return {_OWN: state}
 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
@@ -188,6 +216,14 @@ def _loader_state(loader: Any) -> dict[str, Any]:
 
 
 def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:
+    if _OWN in state:
+        if not callable(getattr(loader, "load_state_dict", None)):
+            raise CheckpointMismatchError(
+                f"The checkpoint holds the place that its loader kept, but this loader ({type(loader).__name__}) has "
+                "no load_state_dict; make the loader as it was."
+            )
+        loader.load_state_dict(state[_OWN])
+        return
     parts = _parts(loader)
     for path, saved in state.get("generators", {}).items():
         generator = getattr(parts.get(path), "generator", None)

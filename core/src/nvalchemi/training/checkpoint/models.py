@@ -11,6 +11,7 @@ from torch import nn
 
 from nvalchemi.errors import CheckpointMismatchError, ModelSpecError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
+from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import read_sections, write_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
 from nvalchemi.training.plain import check_plain, host_copy
@@ -47,7 +48,7 @@ def save_checkpoint(
 ) -> None:
     """Save models with their descriptions; no model is built and no random number drawn.
 
-    An earlier checkpoint in `root` stays whole until the new one is complete.
+    An earlier checkpoint in `root` stays whole until the new one is complete. Of several ranks the first one writes.
 
     Parameters
     ----------
@@ -86,9 +87,9 @@ def save_checkpoint(
         check_plain(sections[f"models/{name}"], f"models/{name}")
         specs[name] = spec.to_json()
     written_by = f"{CORE_DISTRIBUTION} {core_version()}"
-    write_sections(
-        root, sections, kind=KIND, metadata={"written_by": written_by, "specs": specs, "user": dict(metadata or {})}
-    )
+    if global_rank() == 0:
+        manifest = {"written_by": written_by, "specs": specs, "user": dict(metadata or {})}
+        write_sections(root, sections, kind=KIND, metadata=manifest)
 
 
 def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> LoadedModels:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
+from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import read_sections, write_sections
 from nvalchemi.training.plain import check_plain
 
@@ -85,7 +86,8 @@ def take_snapshot(strategy: Resumable) -> Snapshot:
 def save_training(root: str | Path, strategy: Resumable) -> None:
     """Save a run, so that it can go on as if it had not been stopped.
 
-    An earlier checkpoint in `root` stays whole until the new one is complete, and is then removed.
+    An earlier checkpoint in `root` stays whole until the new one is complete, and is then removed. Of several ranks the
+    first one writes, and the others return at once.
 
     Parameters
     ----------
@@ -101,7 +103,8 @@ def save_training(root: str | Path, strategy: Resumable) -> None:
     NotPlainDataError, RuntimeError
         See `take_snapshot`.
     """
-    take_snapshot(strategy).write(root)
+    if global_rank() == 0:
+        take_snapshot(strategy).write(root)
 
 
 def load_training(root: str | Path, strategy: Resumable, *, fresh: Collection[str] = ()) -> None:
