@@ -25,7 +25,7 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "molecules"
-MODULES = ("graphs", "data", "model", "evaluate", "report", "train")
+MODULES = ("graphs", "data", "model", "evaluate", "keep", "report", "train")
 
 
 @pytest.fixture(scope="module")
@@ -383,23 +383,12 @@ def test_figures_say_how_they_were_made(run, tmp_path):
     }
 
 
-@pytest.mark.parametrize("steps", [1, 2, 10, 11])
-def test_a_run_of_any_length_has_a_schedule(example, trajectories, steps):
-    """However few steps: the learning rate is positive at each, never above its peak, and ends at a fifth of it."""
-    options = example.train.command_line().parse_args(["--steps", str(steps)])
-    parts = example.data.split(trajectories)
-    strategy = example.train.build_strategy(parts, [], [], options)
-    strategy.setup()
-    (scheduler,), (optimizer,) = strategy.lr_schedulers, strategy.optimizers
-    rates = []
-    for _ in range(steps):
-        rates += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()  # also after the last step, as a run does
-    peak = example.train.LEARNING_RATE
-    assert all(0 < rate <= peak * (1 + 1e-9) for rate in rates)
-    assert steps < 11 or min(rates) == rates[0]
-    assert rates[-1] == pytest.approx(0.2 * peak, rel=0.1)
+def test_the_learning_rate_does_not_depend_on_the_length_of_the_run(example):
+    """It rises to its peak, and is at a fifth of it after the default run: a run can be made longer at any time."""
+    factors = [example.train.rise_and_fall(step) for step in range(2880)]
+    assert max(factors) == factors[example.train.WARM_UP - 1] == 1.0
+    assert factors[0] == pytest.approx(1 / example.train.WARM_UP)
+    assert factors[-1] == pytest.approx(0.2, rel=0.05)
 
 
 def test_own_data_can_be_trained_on(run, tmp_path):
@@ -435,6 +424,34 @@ def test_a_log_shows_signs_of_life(run, monkeypatch):
     printed, _ = run("--steps", "20", "--hooks", "")
     told = re.findall(r"(\d+) of 20 steps in \d+ s, force error of the latest batch [\d.]+ meV/Å", printed)
     assert told == [str(done) for done in range(2, 21, 2)]
+
+
+# What is kept; test_molecules_keep.py has what needs processes of its own.
+
+
+def test_a_folder_of_another_run_is_refused(run, refused, tmp_path):
+    """Without --resume nothing is overwritten, and with it another precision, seed or data are no continuation."""
+    run("--steps", "2", "--checkpoint", "run")
+    (tmp_path / "molecules.png").unlink()
+    assert "latest is step-00000002; add --resume to go on with it" in refused("--steps", "2", "--checkpoint", "run")
+    again = ("--steps", "4", "--checkpoint", "run", "--resume")
+    assert "--precision is bf16, but fp32 in the run of the checkpoint" in refused(*again, "--precision", "bf16")
+    assert "--seed is 3, but 0 in the run of the checkpoint" in refused(*again, "--seed", "3")
+    assert run(*again)[1]["steps"] == 4
+
+
+def test_a_run_may_always_be_started_with_resume(run):
+    """One command starts a job again and again: where there is no checkpoint yet, it says so, and begins."""
+    printed, figures = run("--steps", "1", "--checkpoint", "run", "--resume")
+    assert "no checkpoint in run yet: the run starts from the beginning" in printed
+    assert figures["steps"] == 1
+
+
+def test_without_averages_the_live_weights_are_exported(run, tmp_path):
+    """What no hook kept is not in the file."""
+    run("--steps", "1", "--hooks", "", "--export", "weights.pt")
+    assert set(torch.load(tmp_path / "weights.pt", weights_only=True)) == {"live"}
+    assert [path.name for path in tmp_path.glob("weights*")] == ["weights.pt"]
 
 
 # What is refused.
@@ -485,6 +502,8 @@ def test_flags_that_make_no_sense_are_refused(refused):
     assert "not allowed with argument" in refused("--steps", "3", "--epochs", "3")
     assert "there is no folder" in refused("--json", "nowhere/out.json")
     assert "there is no folder" in refused("--plot", "nowhere/out.png")
+    assert "there is no folder" in refused("--export", "nowhere/weights.pt")
+    assert "name it: --checkpoint DIR" in refused("--resume")
     for file in ("out.xyz", "out"):
         said = refused("--plot", file)
         assert f"{file} is no picture that matplotlib can write; its suffix may be ." in said
@@ -498,6 +517,7 @@ def test_help_shows_every_flag_and_examples(example, capsys):
     with pytest.raises(SystemExit):
         example.train.main(["--help"])
     said = capsys.readouterr().out
-    for flag in ("steps", "epochs", "seed", "hooks", "precision", "data", "json", "plot", "threads", "device"):
+    flags = ("steps", "epochs", "seed", "hooks", "precision", "data", "json", "plot", "threads", "device")
+    for flag in (*flags, "checkpoint", "resume", "export"):
         assert re.search(rf"--{flag}\b", said)
     assert "examples:" in said

@@ -23,12 +23,19 @@ from nvalchemi.training import TrainingStage, ValidationResult
 
 
 class Recorder:
-    """A plain hook that keeps the learning curves and counts the steps that were not taken."""
+    """A plain hook that keeps the learning curves and counts the steps that were not taken, over a stop and a resume.
+
+    Parameters
+    ----------
+    run : mapping of str to str or int, optional
+        What makes the run the run it is; a checkpoint of another one is refused.
+    """
 
     frequency = 1
     stage = None
 
-    def __init__(self) -> None:
+    def __init__(self, run: Mapping[str, str | int] | None = None) -> None:
+        self.run = dict(run or {})
         self.training: list[Tensor] = []  # the force error of each batch; read at the end, so no device has to wait
         self.validation: list[tuple[int, float]] = []
         self.validated = "live"
@@ -45,6 +52,30 @@ class Recorder:
         elif isinstance(ctx.validation, ValidationResult):
             self.validation.append((ctx.batch_count, ctx.validation["force_mae"]))
             self.validated = ctx.validation.weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return curves and counts, for a checkpoint."""
+        training = torch.stack(self.training).cpu() if self.training else torch.zeros(0)
+        kept = {"validation": list(self.validation), "validated": self.validated, "vetoed": self.vetoed}
+        return {"run": dict(self.run), "training": training, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the curves of a checkpoint.
+
+        Raises
+        ------
+        ValueError
+            It is that of another run.
+        """
+        for name, value in self.run.items():
+            if state["run"].get(name) != value:
+                raise ValueError(
+                    f"{name} is {value}, but {state['run'].get(name)} in the run of the checkpoint; "
+                    "go on with what it began with, or begin anew in another folder"
+                )
+        self.training = list(state["training"].unbind())
+        self.validation = [tuple(point) for point in state["validation"]]
+        self.validated, self.vetoed = state["validated"], state["vetoed"]
 
 
 class SignOfLife:

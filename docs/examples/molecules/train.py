@@ -18,6 +18,7 @@ import torch
 from data import Split, fit_reference, load, split
 from evaluate import averaged_model, errors_of, predict, trivial
 from graphs import Batch, batches
+from keep import export, go_on, saving
 from model import Potential, Prediction
 from report import Recorder, Report, SignOfLife, check_picture, plot
 from rich.console import Console
@@ -27,7 +28,7 @@ import nvalchemi
 from nvalchemi.hooks import HookState, list_hooks
 from nvalchemi.training import OptimizerConfig, TrainingStrategy, Validation
 
-EPOCHS, BATCH_SIZE, LEARNING_RATE = 30, 16, 6e-3
+EPOCHS, BATCH_SIZE, LEARNING_RATE, WARM_UP = 30, 16, 1e-2, 120
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed_precision": {},  # --precision
     "scaler_veto": {},
@@ -42,6 +43,8 @@ examples:
   python train.py --steps 200 --json out.json  a short one, with its figures in a file
   python train.py --hooks ema                  one hook alone; all that can be named: nvalchemi hooks list
   python train.py --precision fp16             half precision: the loss is scaled, and some first steps are vetoed
+  python train.py --checkpoint run              save it every epoch; if it is stopped: add --resume, and it goes on
+  python train.py --export weights.pt          final weights, live and averaged: torch.load(..., weights_only=True)
   python train.py --data my.xyz --epochs 100   your own trajectory (extended XYZ: energy in eV, forces in eV/Å)
 
 figures of --json: errors are mean absolute errors, energies in meV/atom, forces in meV/Å for each component.
@@ -56,18 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     console = Console()
     try:
-        for file in filter(None, (options.json, options.plot)):
+        for file in filter(None, (options.json, options.plot, options.export)):
             refuse_missing_folder(file)
+        if options.resume and options.checkpoint is None:
+            raise ValueError("--resume goes on from the checkpoints of a folder; name it: --checkpoint DIR")
         check_picture(options.plot)
         trajectories = load(options.data)
         parts = split(trajectories)
         hooks = chosen_hooks(options.hooks, options.precision)
-        recorder = Recorder()
+        recorder = Recorder(identity(options, parts))
         loader = batches(parts.training, BATCH_SIZE, shuffle=True)
         watching: list[Any] = [recorder]
         if not sys.stderr.isatty():  # a terminal has a progress bar
             watching.append(SignOfLife(console, length_of(options, loader), "steps" if options.steps else "batches"))
+        if options.checkpoint is not None:
+            watching.append(saving(options.checkpoint, resume=options.resume))  # the last: it saves what the others did
         strategy = build_strategy(parts, loader, [*hooks, *watching], options)
+        if options.resume:
+            go_on(strategy, options.checkpoint, console)
     except (ValueError, LookupError, ImportError, OSError) as refusal:  # data, hooks, device, files: all say why
         parser.exit(2, f"{parser.prog}: {refusal}\n")
     console.print(
@@ -95,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings=settings_of(options, hooks),
     )
     console.print(report.table())
+    if options.export:
+        export(options.export, strategy)
+        console.print(f"weights written to {options.export.resolve()}", soft_wrap=True, highlight=False)
     if options.json:
         report.write(options.json)
         console.print(f"figures written to {options.json.resolve()}", soft_wrap=True, highlight=False)
@@ -108,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) -> TrainingStrategy:
     """Put model, optimizer, schedule, loss and hooks together."""
     unit = torch.cat([frame.forces for frame in parts.training]).square().mean().sqrt().item()
-    steps = length_of(options, loader)
 
     def loss_fn(predictions: Prediction, batch: Batch) -> dict[str, Tensor]:
         energy = (predictions.energy - batch.energy) / batch.sizes
@@ -124,24 +135,31 @@ def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) ->
         optimizer_configs=OptimizerConfig(
             optimizer_cls=torch.optim.AdamW,
             optimizer_kwargs={"lr": LEARNING_RATE, "weight_decay": 1e-4, "fused": True},
-            scheduler_cls=torch.optim.lr_scheduler.OneCycleLR,
-            # It ends at a fifth of its peak: what noise is left in the live weights, an average takes away. In a run of
-            # ten steps and less, a tenth of it is no warm-up (of ten exactly, torch would divide by zero).
-            scheduler_kwargs={
-                "max_lr": LEARNING_RATE,
-                "total_steps": steps,
-                "pct_start": 0.1 if steps > 10 else 0.0,
-                "div_factor": 25,
-                "final_div_factor": 0.2,
-            },
+            scheduler_cls=torch.optim.lr_scheduler.LambdaLR,
+            scheduler_kwargs={"lr_lambda": rise_and_fall},
         ),
         loss_fn=loss_fn,
         num_steps=options.steps,
         num_epochs=None if options.steps else options.epochs,
         hooks=hooks,
         devices=options.device,
-        validation=Validation(loader=batches(parts.validation), every_steps=max(1, steps // 40)),
+        validation=Validation(
+            loader=list(batches(parts.validation)), every_steps=max(1, length_of(options, loader) // 40)
+        ),
     )
+
+
+def rise_and_fall(step: int) -> float:
+    """Return the learning rate's factor: a linear warm-up, then a fall with the square root of the steps.
+
+    Nothing in it depends on the length of the run, so a run can be stopped and made longer. After the 2880 steps of the
+    default run it is at a fifth: what noise is left in the live weights then, an average takes away.
+
+    References
+    ----------
+    Vaswani et al., "Attention is all you need", NeurIPS 2017, equation 3.
+    """
+    return min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
 
 
 def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, Any]]]:
@@ -180,6 +198,13 @@ def settings_of(options: Any, hooks: list[dict[str, dict[str, Any]]]) -> dict[st
     }
 
 
+def identity(options: Any, parts: Split) -> dict[str, str | int]:
+    """Say what a run has to have in common with the one it goes on from."""
+    energies = [frame.energy for frame in parts.training]
+    data = f"{len(energies)} configurations of {sum(energies):.3f} eV in all"
+    return {"--seed": options.seed, "--precision": options.precision, "the training data": data}
+
+
 def refuse_missing_folder(file: Path) -> None:
     """Find out before the training, not after it, that a result could not be written."""
     if not file.resolve().parent.is_dir():
@@ -213,6 +238,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data", type=files, default=(), metavar="FILE,...", help="extended XYZ, in place of the embedded trajectories"
     )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save every epoch and the end here, the last three are kept"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the latest in --checkpoint; from the beginning if it is empty"
+    )
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the final weights here, live and averaged")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument(
         "--plot",
