@@ -16,8 +16,15 @@ from nvalchemi.errors import (
     CheckpointMissingError,
 )
 from nvalchemi.training import load_training, save_training
-from nvalchemi.training.checkpoint.files import read_sections, write_sections
+from nvalchemi.training.checkpoint.files import write_sections
 from nvalchemi.training.checkpoint.manifest import Manifest, SectionFile, read_manifest
+from nvalchemi.training.checkpoint.reading import open_sections
+
+
+def read_sections(root, kind):
+    """Everything that a checkpoint holds."""
+    with open_sections(root, kind=kind) as (sections, _):
+        return dict(sections)
 
 
 @pytest.fixture
@@ -197,7 +204,7 @@ def test_names_of_sections_cannot_leave_the_folder(tmp_path):
     """A section, a hook's label for instance, may be called anything; its file has a plain name."""
     sections = {"hooks/../../x": 1, "hooks/ö ü": 2, "hooks/" + "long" * 100: 3, "hooks/": 4}
     write_sections(tmp_path, sections, kind="training")
-    assert read_sections(tmp_path, kind="training")[0] == sections
+    assert read_sections(tmp_path, kind="training") == sections
     assert {path.parent.parent for path in tmp_path.rglob("*.pt")} == {tmp_path}
 
 

@@ -140,13 +140,15 @@ def test_a_full_disk_is_called_a_full_disk(tmp_path):
     script = textwrap.dedent(
         """
         import sys, torch
-        from nvalchemi.training.checkpoint.files import read_sections, write_sections
+        from nvalchemi.training.checkpoint.files import write_sections
+        from nvalchemi.training.checkpoint.reading import open_sections
         write_sections(sys.argv[1], {"a": torch.ones(5000)}, kind="training")
         try:
             write_sections(sys.argv[1], {"a": torch.zeros(9000)}, kind="training")
         except OSError as error:
             print(error)
-        print(read_sections(sys.argv[1], kind="training")[0]["a"].sum().item())
+        with open_sections(sys.argv[1], kind="training") as (sections, _):
+            print(sections["a"].sum().item())
         """
     )
     mounted = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$1"'

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from nvalchemi.errors import CheckpointFormatError, CheckpointMismatchError, ModelSpecError, NotPlainDataError
 from nvalchemi.training import create_model_spec, load_checkpoint, load_training, save_checkpoint, save_training
-from nvalchemi.training.checkpoint.files import read_sections
+from nvalchemi.training.checkpoint.reading import open_sections
 
 SPEC = create_model_spec(nn.Linear, in_features=3, out_features=2)
 
@@ -64,7 +64,8 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path):
     """Two names for one tensor take the room of one in the file."""
     spec = create_model_spec(Tied)
     save_checkpoint(tmp_path, models={"main": (spec.build([Tied]), spec)})
-    state = read_sections(tmp_path, kind="models")[0]["models/main"]
+    with open_sections(tmp_path, kind="models") as (sections, _):
+        state = sections["models/main"]
     assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
     module, _ = load_checkpoint(tmp_path, allow=[Tied]).models["main"]
     assert module.a.weight is module.b.weight

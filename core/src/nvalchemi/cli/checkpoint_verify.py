@@ -59,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _problem(root: str, manifest: Any, name: str) -> str:
     from nvalchemi.errors import CheckpointError
-    from nvalchemi.training.checkpoint.manifest import verify_section
+    from nvalchemi.training.checkpoint.manifest import open_section
 
     try:
-        verify_section(root, manifest, name)
+        open_section(root, manifest, name).close()
     except CheckpointError as error:
         return str(error)
     return ""

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import CheckpointMismatchError
-from nvalchemi.training.plain import on_host
+from nvalchemi.training.on_demand import OnDemand
+from nvalchemi.training.plain import host_copy, on_host
 from nvalchemi.training.trained_state import (
     check_models,
     check_steppers,
@@ -66,17 +67,22 @@ def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Colle
         )
     check_steppers("optimizer", strategy.optimizers, state["optimizers"])
     check_steppers("scheduler", strategy.lr_schedulers, state["schedulers"])
+    own = _as_it_is if isinstance(state, OnDemand) else host_copy  # optimizers keep the tensors they are given
     with ExitStack() as undo:
         strategy._hook_states.load(state["hooks"], fresh, undo)
         parts = [*strategy.models.values(), *strategy.optimizers, *strategy.lr_schedulers]
         careful = undo if any(map(may_refuse, parts)) else None  # it keeps a copy of each, which costs memory
         load_models(strategy.models, state["models"], careful)
-        load_steppers(strategy.optimizers, state["optimizers"], careful)
-        load_steppers(strategy.lr_schedulers, state["schedulers"], careful)
+        load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
+        load_steppers(strategy.lr_schedulers, own(state["schedulers"]), careful)
         undo.pop_all()  # nobody refused
     load_gradients(strategy.models, state.get("gradients", {}))
     _load_run(strategy, run)
     strategy._position.load_state_dict(state["position"])
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:

@@ -118,14 +118,13 @@ def load_models(models: Mapping[str, nn.Module], states: Mapping[str, Any], undo
 
 
 def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]], undo: ExitStack | None) -> None:
-    """Give optimizers or schedulers copies of checked states; `undo` is told how each gets back what it had."""
+    """Give optimizers or schedulers checked states, to keep; `undo` is told how each gets back what it had."""
     for stepper, state in zip(steppers, states, strict=True):
         if undo is not None:
             undo.callback(stepper.load_state_dict, host_copy(stepper.state_dict()))
-        own = host_copy(state["state"])
-        stepper.load_state_dict(own)
+        stepper.load_state_dict(state["state"])
         if isinstance(stepper, torch.optim.Optimizer):
-            _give_dtypes_back(stepper, own)
+            _give_dtypes_back(stepper, state["state"])
 
 
 def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:

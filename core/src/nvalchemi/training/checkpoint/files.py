@@ -1,31 +1,23 @@
-"""``{section: plain data}`` to disk and back: written aside, completed by one rename, checked before it is read."""
+"""``{section: plain data}`` to disk: written aside, and completed by one rename."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
-import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointWriteError
-from nvalchemi.training.checkpoint.manifest import (
-    DATA_FOLDER,
-    MANIFEST,
-    Manifest,
-    SectionFile,
-    read_manifest,
-    verify_section,
-)
+from nvalchemi.errors import CheckpointWriteError
+from nvalchemi.training.checkpoint.manifest import DATA_FOLDER, MANIFEST, Manifest, SectionFile
 
-__all__ = ["read_sections", "write_sections"]
+__all__ = ["write_sections"]
 
 
 def write_sections(
@@ -76,41 +68,6 @@ def write_sections(
     return manifest
 
 
-def read_sections(
-    root: str | Path, names: Iterable[str] | None = None, *, kind: str
-) -> tuple[dict[str, Any], Manifest]:
-    """Read a checkpoint after every file of it has been checked; no code that it names is run.
-
-    Tensors are mapped from their files and come into memory as they are used.
-
-    Parameters
-    ----------
-    root : path
-        Where it is.
-    names : iterable of str, optional
-        Which sections; all by default.
-    kind : str
-        What it has to be a checkpoint of.
-
-    Returns
-    -------
-    (dict of str to plain data, Manifest)
-
-    Raises
-    ------
-    CheckpointMissingError, CheckpointFormatError, CheckpointDamagedError
-        See `read_manifest` and `verify_section`; or it is a checkpoint of something else.
-    """
-    manifest = read_manifest(root)
-    if manifest.kind != kind:
-        read_with = {"models": "load_checkpoint", "training": "load_training"}.get(manifest.kind, "another function")
-        raise CheckpointFormatError(
-            f"{root} is a checkpoint of {manifest.kind!r}, not of {kind!r}; load it by {read_with}."
-        )
-    paths = {name: verify_section(root, manifest, name) for name in names or manifest.sections}
-    return {name: _read_section(path, name) for name, path in paths.items()}, manifest
-
-
 class _Summing:
     """A file that sums up what is written to it, and keeps the first error that torch may hide behind its own."""
 
@@ -148,16 +105,6 @@ def _write_section(folder: Path, file: str, section: Any) -> SectionFile:
         raw.flush()
         os.fsync(raw.fileno())
     return SectionFile(file, summing.size, summing.sum.hexdigest())
-
-
-def _read_section(path: Path, name: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointDamagedError(
-            f"{path} (section {name!r}) holds something that is no plain data, so it was not loaded; no save of ours "
-            "writes such a file: do not trust it."
-        ) from error
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMissingError
 
@@ -18,9 +18,9 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "SectionFile",
+    "open_section",
     "read_manifest",
     "section_path",
-    "verify_section",
 ]
 
 FORMAT = 1
@@ -113,8 +113,8 @@ def read_manifest(root: str | Path) -> Manifest:
     return _checked(content, path)
 
 
-def verify_section(root: str | Path, manifest: Manifest, name: str) -> Path:
-    """Return the file of a section after comparing its size and sum.
+def open_section(root: str | Path, manifest: Manifest, name: str) -> BinaryIO:
+    """Return the file of a section, open, after comparing its size and sum.
 
     Raises
     ------
@@ -123,14 +123,15 @@ def verify_section(root: str | Path, manifest: Manifest, name: str) -> Path:
     """
     section = manifest.sections[name]
     path = section_path(root, manifest, name)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    file = path.open("rb")
+    found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != section.sha256:
+        file.close()
         raise CheckpointDamagedError(
             f"{path} (section {name!r}) is damaged: its SHA-256 is {found[:12]}..., not {section.sha256[:12]}... as "
             f"when it was written; {_RESTORE}."
         )
-    return path
+    return file
 
 
 def section_path(root: str | Path, manifest: Manifest, name: str) -> Path:

@@ -12,7 +12,8 @@ from torch import nn
 from nvalchemi.errors import CheckpointMismatchError, ModelSpecError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
 from nvalchemi.training.arguments import global_rank
-from nvalchemi.training.checkpoint.files import read_sections, write_sections
+from nvalchemi.training.checkpoint.files import write_sections
+from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
 from nvalchemi.training.plain import check_plain, host_copy
 from nvalchemi.training.rng import capture_rng, restore_rng
@@ -121,16 +122,16 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     CheckpointError
         As for `nvalchemi.training.load_training`: missing, damaged, of another format.
     """
-    sections, manifest = read_sections(root, kind=KIND)
     allowed = tuple(allow)
-    specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata["specs"].items()}
-    for spec in specs.values():
-        spec.check(allowed)
-    before = capture_rng()
-    try:
-        loaded = {name: (_built(name, spec, sections, allowed, root), spec) for name, spec in specs.items()}
-    finally:
-        restore_rng(before)
+    with open_sections(root, kind=KIND) as (sections, manifest):
+        specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata["specs"].items()}
+        for spec in specs.values():
+            spec.check(allowed)
+        before = capture_rng()
+        try:
+            loaded = {name: (_built(name, spec, sections, allowed, root), spec) for name, spec in specs.items()}
+        finally:
+            restore_rng(before)
     return LoadedModels(loaded, manifest.metadata.get("user", {}))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
 from nvalchemi.training.arguments import global_rank
-from nvalchemi.training.checkpoint.files import read_sections, write_sections
+from nvalchemi.training.checkpoint.files import write_sections
+from nvalchemi.training.checkpoint.reading import open_sections
+from nvalchemi.training.on_demand import OnDemand
 from nvalchemi.training.plain import check_plain
 
 __all__ = ["Resumable", "Snapshot", "load_training", "save_training", "take_snapshot"]
@@ -110,14 +113,15 @@ def save_training(root: str | Path, strategy: Resumable) -> None:
 def load_training(root: str | Path, strategy: Resumable, *, fresh: Collection[str] = ()) -> None:
     """Load a run that `save_training` saved, and go on with it by ``strategy.run(loader)``.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. Sections are read one after the other, so that memory holds the
+    run and one section.
 
     Parameters
     ----------
     root : path
         The folder of the checkpoint.
     strategy : Resumable
-        Made as it was when it was saved.
+        Made as it was when it was saved. Parts of the state it is given are read whenever it asks for them.
     fresh : collection of str
         Hooks, by `state_key`, that may be missing in the file: they start from scratch.
 
@@ -126,22 +130,29 @@ def load_training(root: str | Path, strategy: Resumable, *, fresh: Collection[st
     CheckpointError
         What is wrong with the file, or does not fit the strategy: a class for each, see `nvalchemi.errors`.
     """
-    sections, manifest = read_sections(root, kind=KIND)
-    state: dict[str, Any] = {part: {} for part in _SPLIT}
-    state["hooks"] = {key: dict(hook) for key, hook in manifest.metadata.get("hooks", {}).items()}
-    for name, section in sections.items():
+    with open_sections(root, kind=KIND) as (sections, manifest):
+        try:
+            strategy.load_state_dict(_state_of(sections, manifest.metadata.get("hooks", {})), fresh=fresh)
+        except Exception as error:  # noted and raised again
+            error.add_note(f"While loading the checkpoint in {Path(root)}.")
+            raise
+
+
+def _state_of(sections: OnDemand, hooks: Mapping[str, Mapping[str, Any]]) -> OnDemand:
+    """Return sections and records of hooks in the form that `state_dict` gave them."""
+    state: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {"models": {}, "hooks": {key: dict(record) for key, record in hooks.items()}}
+    for name in sections:
         part, _, entry = name.partition("/")
+        read = partial(sections.__getitem__, name)
         if part == "hooks":
-            state[part].setdefault(entry, {})["state"] = section
+            parts[part].setdefault(entry, {})["state"] = read
         elif part in _SPLIT:
-            state[part][entry] = section
+            parts[part][entry] = read
         else:
-            state[part] = section
-    try:
-        strategy.load_state_dict(state, fresh=fresh)
-    except Exception as error:  # noted and raised again
-        error.add_note(f"While loading the checkpoint in {Path(root)}.")
-        raise
+            state[part] = read
+    parts["hooks"] = {key: OnDemand(record) for key, record in parts["hooks"].items()}
+    return OnDemand({**state, **{part: OnDemand(entries) for part, entries in parts.items()}})
 
 
 def _progress(state: Mapping[str, Any]) -> dict[str, Any]:

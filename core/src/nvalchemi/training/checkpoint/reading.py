@@ -1,0 +1,74 @@
+"""From disk to ``{section: plain data}``: all is checked first, then each section is read when it is asked for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError
+from nvalchemi.training.checkpoint.manifest import Manifest, open_section, read_manifest, section_path
+from nvalchemi.training.on_demand import OnDemand
+
+__all__ = ["open_sections"]
+
+
+@contextmanager
+def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Manifest]]:
+    """Check every file of a checkpoint, and give its sections for as long as the context lasts; no code is run.
+
+    The files stay open meanwhile: who removes or replaces the checkpoint does not disturb the reading.
+
+    Parameters
+    ----------
+    root : path
+        Where it is.
+    kind : str
+        What it has to be a checkpoint of.
+
+    Yields
+    ------
+    (OnDemand, Manifest)
+        Plain data by section, read anew whenever it is asked for.
+
+    Raises
+    ------
+    CheckpointMissingError, CheckpointFormatError, CheckpointDamagedError
+        See `read_manifest` and `open_section`; or it is a checkpoint of something else, or holds no plain data.
+    """
+    manifest = read_manifest(root)
+    if manifest.kind != kind:
+        read_with = {"models": "load_checkpoint", "training": "load_training"}.get(manifest.kind, "another function")
+        raise CheckpointFormatError(
+            f"{root} is a checkpoint of {manifest.kind!r}, not of {kind!r}; load it by {read_with}."
+        )
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open_section(root, manifest, name)) for name in manifest.sections}
+        for name in files:
+            _refuse_code(section_path(root, manifest, name), name)
+        yield OnDemand({name: _Reader(file) for name, file in files.items()}), manifest
+
+
+class _Reader:
+    """Reads an open file anew at each call."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def __call__(self) -> Any:
+        self._file.seek(0)
+        return torch.load(self._file, map_location="cpu", weights_only=True)
+
+
+def _refuse_code(path: Path, name: str) -> None:
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: no tensor comes into memory
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointDamagedError(
+            f"{path} (section {name!r}) holds something that is no plain data, so it was not loaded; no save of ours "
+            "writes such a file: do not trust it."
+        ) from error
