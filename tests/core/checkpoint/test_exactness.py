@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from nvalchemi.errors import CheckpointWarning
 from nvalchemi.training import OptimizerConfig, TrainingStage, Validation, load_training, save_training, take_snapshot
 
 S = TrainingStage
@@ -21,16 +23,16 @@ VOLATILE = {"state.position.now.running"}
 def resume(make_strategy, make_loader, tmp_path, differences, reseed):
     """Return how a run saved by a hook at a moment, and gone on with from there, differs from one that just ran."""
 
-    def check(stage, at, *, hooks=lambda: (), loader=make_loader, own_seed=None, **options):
+    def check(stage, at, *, hooks=lambda: (), loader=make_loader, own_seed=None, options=dict, **more):
         def save(ctx, fired):
             if at(ctx) and not list(tmp_path.iterdir()):
                 save_training(tmp_path, ctx.workflow)
 
         saver = Saver(stage, save)
-        straight = make_strategy(*hooks(), saver, **options)
+        straight = make_strategy(*hooks(), saver, **options(), **more)
         straight.run(loader(own_seed))
         assert list(tmp_path.iterdir()), "the moment of saving never came"
-        resumed = make_strategy(*hooks(), Saver(stage, lambda ctx, fired: None), **options)
+        resumed = make_strategy(*hooks(), Saver(stage, lambda ctx, fired: None), **options(), **more)
         reseed(99)
         load_training(tmp_path, resumed)
         resumed.run(loader(own_seed))
@@ -218,6 +220,41 @@ def test_workers_that_load_ahead_change_nothing(make_strategy, make_loader, tmp_
     assert differences(straight.state_dict()["models"], rest.state_dict()["models"]) == []
 
 
+@pytest.mark.parametrize("batch", [4, 6, 8, 12])
+@pytest.mark.parametrize("own_seed", [None, 5])
+def test_workers_that_stay_change_nothing(resume, make_loader, all_hooks, batch, own_seed):
+    """Workers that stay draw a seed in the first pass alone; a run that goes on in a later pass draws none either."""
+    loader = lambda own_seed: make_loader(own_seed, num_workers=1, persistent_workers=True)  # noqa: E731 - used once
+    at = lambda ctx: ctx.batch_count == batch  # noqa: E731 - two words, used once
+    assert resume(S.AFTER_BATCH, at, hooks=all_hooks, loader=loader, own_seed=own_seed, num_epochs=3) == []
+
+
+def test_workers_that_stay_change_nothing_between_passes(resume, make_loader, all_hooks):
+    """The same where the run was saved at the end of a pass, or after it."""
+    loader = lambda own_seed: make_loader(own_seed, num_workers=1, persistent_workers=True)  # noqa: E731 - used once
+    at = lambda ctx: ctx.epoch_step_count == 6  # noqa: E731 - used once
+    assert resume(S.AFTER_EPOCH, at, hooks=all_hooks, loader=loader, num_epochs=3) == []
+
+
+def test_validation_draws_no_random_number_of_the_run(make_strategy, make_loader, differences, kinds):
+    """How often a run is validated, and by which loader, does not change what is trained."""
+    plain = make_strategy(kinds["Jitter"]())
+    plain.run(make_loader())
+    often = make_strategy(kinds["Jitter"](), validation=Validation(loader=make_loader(num_workers=1), every_steps=1))
+    often.run(make_loader())
+    assert differences(plain.state_dict()["models"], often.state_dict()["models"]) == []
+
+
+def test_a_generator_of_the_validation_loader_is_found_again(resume, make_loader, all_hooks):
+    """A validation loader that draws from its own generator gives the same results after a resume."""
+    options = lambda: {  # noqa: E731 - used once
+        "validation": Validation(loader=make_loader(9), every_steps=2),
+        "optimizer_configs": OptimizerConfig(scheduler_cls="ReduceLROnPlateau", scheduler_kwargs={"patience": 0}),
+    }
+    at = lambda ctx: ctx.batch_count == 7  # noqa: E731 - two words, used once
+    assert resume(S.AFTER_BATCH, at, hooks=all_hooks, options=options, num_epochs=3) == []
+
+
 def test_before_the_first_step(make_strategy, make_loader, tmp_path, differences, reseed):
     """A run that was saved before it began equals itself, with whatever SETUP and BEFORE_TRAINING draw."""
     draw = lambda ctx, stage: torch.rand(3)  # noqa: E731 - two words, used twice
@@ -301,7 +338,7 @@ def test_a_state_cannot_be_taken_inside_a_batch(make_strategy, make_loader, kind
 
 
 def test_a_run_can_be_saved_after_an_error(make_strategy, make_loader, kinds, differences):
-    """An exception in a batch does not leave the run unsavable."""
+    """An exception in a batch does not leave the run unsavable, but a warning says that it will not be the same."""
 
     def fail(ctx, stage):
         raise KeyboardInterrupt
@@ -310,8 +347,15 @@ def test_a_run_can_be_saved_after_an_error(make_strategy, make_loader, kinds, di
     with pytest.raises(KeyboardInterrupt):
         strategy.run(make_loader())
     other = make_strategy(kinds["Plain"](lambda ctx, stage: None, S.AFTER_FORWARD))
-    other.load_state_dict(strategy.state_dict())
-    assert differences(strategy.state_dict()["models"], other.state_dict()["models"]) == []
+    with pytest.warns(CheckpointWarning, match="left in its middle by an error"):
+        state = strategy.state_dict()
+    other.load_state_dict(state)
+    assert differences(state["models"], other.state_dict()["models"]) == []
+    strategy = make_strategy(hooks=[], num_steps=4)
+    strategy.run(make_loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy.state_dict()
 
 
 def test_hooks_that_run_now_and_then_are_not_called_twice_at_one_step(make_strategy, make_loader, kinds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nvalchemi.errors import CheckpointMismatchError
+from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning
 from nvalchemi.training.plain import host_copy
-from nvalchemi.training.rng import capture_rng, restore_rng
+from nvalchemi.training.rng import capture_rng, random_numbers_kept, restore_rng
 
 __all__ = ["DataPosition"]
 
 _OWN = "own"  # the state of a loader that keeps its place itself
+_TORN = (
+    "The latest batch was left in its middle by an error, so this state is not that of a run between two batches: "
+    "random numbers, buffers and kept gradients may have moved on. It can be gone on with; an uninterrupted run would "
+    "differ."
+)
 _PARTS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")  # of a DataLoader, where it keeps generators
 
 
@@ -26,6 +32,11 @@ class DataPosition:
     on; after that the random numbers are those of the moment of saving. A loader that is no ``DataLoader`` and has
     ``state_dict()`` and ``load_state_dict(state)`` finds its place by itself.
 
+    Parameters
+    ----------
+    validation_loader : iterable, optional
+        What is validated on; it may have generators of its own.
+
     Attributes
     ----------
     in_pass : bool
@@ -34,6 +45,8 @@ class DataPosition:
         All of its batches are trained on and AFTER_EPOCH is being or was dispatched.
     in_batch : bool
         A batch is under way: its state is on the stack, and nothing can be saved.
+    torn : bool
+        The latest batch was left in its middle, by an error.
     stepped : bool
         Whether an optimizer stepped at the latest batch.
     steps_before : int
@@ -51,8 +64,9 @@ class DataPosition:
     True
     """
 
-    def __init__(self) -> None:
-        self.in_pass = self.ended = self.in_batch = False
+    def __init__(self, validation_loader: Iterable[Any] | None = None) -> None:
+        self._validation_loader = validation_loader
+        self.in_pass = self.ended = self.in_batch = self.torn = False
         self.stepped = True
         self.steps_before = 0
         self._running = False
@@ -72,7 +86,7 @@ class DataPosition:
         if self._pending is None:
             self.in_pass = self.ended = False  # the loader may be another one, so what was left is begun anew
             return
-        _restore_loader(loader, self._pending["loader"])
+        _restore_loader(loader, self._pending["loader"], begins=not self.in_pass)
         if self._pending["running"]:
             restore_rng(self._pending["rng"])
         if not self.in_pass:
@@ -104,7 +118,7 @@ class DataPosition:
         finds_place = _OWN in self._pending["loader"]  # and was told so when the loader was entered
         if not finds_place:
             restore_rng(self._start["rng"])
-            _restore_loader(loader, self._start["loader"])
+            _restore_loader(loader, self._start["loader"], begins=True)
         batches = iter(loader)
         if not finds_place:
             _pass_over(batches, done, loader)
@@ -115,7 +129,7 @@ class DataPosition:
         """Go on from a loaded state in which all batches of the pass are trained on."""
         assert self._pending is not None
         if _OWN not in self._pending["loader"]:
-            _restore_loader(loader, self._pending["loader"])
+            _restore_loader(loader, self._pending["loader"], begins=self.ended)
         restore_rng(self._pending["rng"])
         self._pending = None
 
@@ -129,7 +143,7 @@ class DataPosition:
         """Note that a batch is under way; a loaded position that nobody resumed is left for good."""
         if self._pending is not None:
             self._pending, self.in_pass = None, False
-        self.in_batch = True
+        self.in_batch = self.torn = True
         try:
             yield
         finally:
@@ -137,10 +151,12 @@ class DataPosition:
 
     def batch_is_over(self, *, stepped: bool) -> None:
         """Note that a batch is counted, AFTER_BATCH follows, and whether an optimizer stepped."""
-        self.in_batch, self.stepped = False, stepped
+        self.in_batch, self.torn, self.stepped = False, False, stepped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data; no random number is drawn."""
+        if self.torn:
+            warnings.warn(_TORN, CheckpointWarning, stacklevel=4)
         now = self._pending or {
             "rng": capture_rng(),
             "loader": self._left_loader if self._loader is None else _loader_now(self._loader),
@@ -152,12 +168,14 @@ class DataPosition:
             "stepped": self.stepped,
             "steps_before": self.steps_before,
             "start": self._start if self.in_pass else None,
+            "validation": _loader_state(self._validation_loader),
             "now": now,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a position, and set the random numbers; the next `enter` goes on there."""
-        self.in_pass, self.ended, self.in_batch = state["in_pass"], state["ended"], False
+        _restore_loader(self._validation_loader, state["validation"], begins=True)
+        self.in_pass, self.ended, self.in_batch, self.torn = state["in_pass"], state["ended"], False, False
         self.stepped, self.steps_before = state["stepped"], state["steps_before"]
         self._start, self._pending = state["start"], dict(state["now"])
         self._left_loader = self._pending["loader"]
@@ -195,10 +213,8 @@ def _loader_now(loader: Any) -> dict[str, Any]:
     own = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     if not own or isinstance(loader, DataLoader):
         return _loader_state(loader)
-    before = capture_rng()
-    state = host_copy(loader.state_dict())
-    restore_rng(before)  # saving draws no random number
-    return {_OWN: state}
+    with random_numbers_kept():
+        return {_OWN: host_copy(loader.state_dict())}
 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
@@ -206,6 +222,7 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     parts = _parts(loader)
     generators = {path: getattr(part, "generator", None) for path, part in parts.items()}
     return {
+        "working": _is_working(loader),
         "generators": {path: g.get_state() for path, g in generators.items() if isinstance(g, torch.Generator)},
         "epochs": {
             path: part.epoch
@@ -215,7 +232,13 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     }
 
 
-def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:
+def _is_working(loader: Any) -> bool:
+    """Return whether a loader has worker processes that stay from pass to pass."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
+
+
+def _restore_loader(loader: Any, state: Mapping[str, Any], *, begins: bool) -> None:
+    """Bring a loader into a state that was saved; `begins` says that a pass begins with it."""
     if _OWN in state:
         if not callable(getattr(loader, "load_state_dict", None)):
             raise CheckpointMismatchError(
@@ -225,13 +248,16 @@ def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:
         loader.load_state_dict(state[_OWN])
         return
     parts = _parts(loader)
+    if begins and state.get("working") and not _is_working(loader):
+        with random_numbers_kept():
+            iter(loader)  # workers that are there already draw no seed when a pass begins; new ones do
     for path, saved in state.get("generators", {}).items():
         generator = getattr(parts.get(path), "generator", None)
         if not isinstance(generator, torch.Generator):
             where = f"loader.{path}.generator" if path else "loader.generator"
             raise CheckpointMismatchError(
                 f"The checkpoint holds the state of {where}, but this loader ({type(loader).__name__}) has no such "
-                "generator; make the loader as it was."
+                "generator; make the loader as it was, or train a new strategy on the loaded models."
             )
         generator.set_state(saved)
     for path, epoch in state.get("epochs", {}).items():

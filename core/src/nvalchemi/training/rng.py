@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["capture_rng", "random_numbers_kept", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -48,6 +49,24 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         _restore_numpy(state["numpy"])
     for device, one in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(one, device)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Let code draw what it likes; afterwards all generators are where they were before.
+
+    Examples
+    --------
+    >>> with random_numbers_kept():
+    ...     drawn = torch.rand(3)
+    >>> torch.equal(drawn, torch.rand(3))
+    True
+    """
+    before = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(before)
 
 
 def _restore_numpy(state: Any) -> None:

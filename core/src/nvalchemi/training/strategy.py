@@ -31,6 +31,7 @@ from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
+from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.tally import Tally
@@ -142,7 +143,7 @@ class TrainingStrategy:
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
         self._validated_at: int | None = None
-        self._position = DataPosition()
+        self._position = DataPosition(validation.loader if validation is not None else None)
         self._is_set_up = False
 
     @property
@@ -328,6 +329,7 @@ class TrainingStrategy:
             stack.enter_context(evaluation_mode(models.values()))
             for hook in self._assembly.providers(ProvidesInferenceContext):
                 stack.enter_context(hook.inference_context(self.device))
+            stack.enter_context(random_numbers_kept())  # what is trained does not depend on how often it is evaluated
             losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
         self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
         for scheduler in self.lr_schedulers:

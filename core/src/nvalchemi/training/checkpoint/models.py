@@ -16,7 +16,7 @@ from nvalchemi.training.checkpoint.files import write_sections
 from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
 from nvalchemi.training.plain import check_plain, host_copy
-from nvalchemi.training.rng import capture_rng, restore_rng
+from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.trained_state import check_model
 from nvalchemi.training.unwrap import bare_module
 
@@ -127,11 +127,8 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
         specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata["specs"].items()}
         for spec in specs.values():
             spec.check(allowed)
-        before = capture_rng()
-        try:
+        with random_numbers_kept():
             loaded = {name: (_built(name, spec, sections, allowed, root), spec) for name, spec in specs.items()}
-        finally:
-            restore_rng(before)
     return LoadedModels(loaded, manifest.metadata.get("user", {}))
 
 
