@@ -102,6 +102,9 @@ class _ScalesLoss(TrainingUpdateHook):
 
 
 def _linear(gradients: Mapping[Tensor, Any]) -> Tensor:
-    """Return a loss with these gradients."""
-    terms = [(p * torch.as_tensor(g, dtype=p.dtype)).sum() for p, g in gradients.items()]
-    return torch.stack([term.double() for term in terms]).sum()
+    """Return a loss with these gradients; of a complex parameter it is the real part of the inner product."""
+    terms = []
+    for parameter, gradient in gradients.items():
+        term = (parameter * torch.as_tensor(gradient, dtype=parameter.dtype).conj()).sum()
+        terms.append((term.real if term.is_complex() else term).double())
+    return torch.stack(terms).sum()
