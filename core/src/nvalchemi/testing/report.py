@@ -7,10 +7,10 @@ from typing import Any
 
 from nvalchemi.testing.needed import pytest
 
-__all__ = ["NAME", "PROPERTY", "ConformanceReport", "report_to"]
+__all__ = ["ConformanceReport", "pytest_configure", "report_to"]
 
-NAME = "nvalchemi-conformance"
-PROPERTY = "nvalchemi_conformance"
+_NAME = "nvalchemi-conformance"
+_PROPERTY = "nvalchemi_conformance"
 
 
 class ConformanceReport:
@@ -26,7 +26,7 @@ class ConformanceReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a check when it has run, or was skipped or failed before."""
-        name = dict(report.user_properties).get(PROPERTY)
+        name = dict(report.user_properties).get(_PROPERTY)
         if name is None or (report.when != "call" and report.outcome == "passed"):
             return
         outcome = "expected to fail" if hasattr(report, "wasxfail") else report.outcome
@@ -51,9 +51,13 @@ class ConformanceReport:
             )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Join a run: with ``-p nvalchemi.testing.report`` from the beginning, or else with the first check."""
+    if not config.pluginmanager.has_plugin(_NAME):
+        config.pluginmanager.register(ConformanceReport(), _NAME)
+
+
 def report_to(request: pytest.FixtureRequest) -> None:
-    """Have a check counted; the report joins the run with the first of them."""
-    manager = request.config.pluginmanager
-    if not manager.has_plugin(NAME):
-        manager.register(ConformanceReport(), NAME)
-    request.node.user_properties.append((PROPERTY, f"{request.node.path.name}::{request.cls.__name__}"))
+    """Have a check counted."""
+    pytest_configure(request.config)
+    request.node.user_properties.append((_PROPERTY, f"{request.node.path.name}::{request.cls.__name__}"))

@@ -188,19 +188,19 @@ class FakeSite:
         before = set(sys.modules)
         environment = {key: value for key, value in os.environ.items() if key not in _SWITCHES}
         real = importlib_metadata.distributions
-        with (
-            mock.patch.object(importlib_metadata, "distributions", lambda name=None: self._found(real, name)),
-            mock.patch.object(sys, "path", [str(self.path), *sys.path]),
-            mock.patch.dict(os.environ, environment, clear=True),
-        ):
-            refresh_hooks()
-            try:
+        try:
+            with (
+                mock.patch.object(importlib_metadata, "distributions", lambda name=None: self._found(real, name)),
+                mock.patch.object(sys, "path", [str(self.path), *sys.path]),
+                mock.patch.dict(os.environ, environment, clear=True),
+            ):
+                refresh_hooks()
                 yield self
-            finally:
-                for name in set(sys.modules) - before:
-                    if str(getattr(sys.modules[name], "__file__", "")).startswith(tuple(map(str, self.roots))):
-                        del sys.modules[name]
-        refresh_hooks()
+        finally:
+            for name in set(sys.modules) - before:
+                if str(getattr(sys.modules[name], "__file__", "")).startswith(tuple(map(str, self.roots))):
+                    del sys.modules[name]
+            refresh_hooks()
 
     def _found(self, real: Callable[..., Iterable[Any]], name: str | None) -> Iterator[Any]:
         criteria = {} if name is None else {"name": name}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -115,6 +116,13 @@ class Checks:
         """Return good batches, some of which the hook vetoes if it vetoes at all."""
         batches = tiny_batches(count)
         return [self.vetoed_batch(batch) if self.vetoes and n in vetoed else batch for n, batch in enumerate(batches)]
+
+    @contextlib.contextmanager
+    def stepwise(self, *hooks: Any, **options: Any) -> Iterator[TrainingStrategy]:
+        """Give the tiny strategy with these hooks entered, for batches that are trained one by one."""
+        strategy = tiny_strategy(*hooks, **options)
+        with strategy.registry:
+            yield strategy
 
     def trained(self, *hooks: Any, batches: Batches, **options: Any) -> TrainingStrategy:
         """Return the tiny strategy with these hooks, after a run over these batches."""

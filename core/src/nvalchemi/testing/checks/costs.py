@@ -8,7 +8,6 @@ import torch
 
 from nvalchemi.testing.checks.base import Batches, Checks, check, require
 from nvalchemi.testing.host_reads import HostReads
-from nvalchemi.testing.tiny import tiny_strategy
 from nvalchemi.training.hooks import TrainingUpdateHook
 
 if TYPE_CHECKING:
@@ -57,11 +56,12 @@ class CostChecks(Checks):
 
     def _reads(self, batches: Batches, *hooks: Any) -> list[list[str]]:
         """Return for each batch where the host read, once the first ones have set everything up."""
-        strategy = tiny_strategy(_DefersVeto(), *hooks)
-        strategy.run(batches)
         reads = []
-        for batch in batches:
-            with HostReads() as counted:
+        with self.stepwise(_DefersVeto(), *hooks) as strategy:
+            for batch in batches:
                 strategy.train_batch(batch)
-            reads.append(counted.sites)
+            for batch in batches:
+                with HostReads() as counted:
+                    strategy.train_batch(batch)
+                reads.append(counted.sites)
         return reads

@@ -9,7 +9,6 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.testing.checks.base import Checks, check, everything_of, require, weights_of
 from nvalchemi.testing.compare import first_difference
 from nvalchemi.testing.doubles import AccumulatingHook, LossFactorHook, VetoingHook
-from nvalchemi.testing.tiny import tiny_strategy
 
 __all__ = ["DecisionChecks"]
 
@@ -41,12 +40,12 @@ class DecisionChecks(Checks):
     def test_after_a_veto_it_changes_nothing(self) -> None:
         """Called after a veto, it changes neither weights nor gradients nor the state of optimizers and schedulers."""
         veto = _VetoWithSnapshot(1)
-        strategy = tiny_strategy(veto, self.fresh_hook())
-        for batch in self.batches(2):
-            ctx = strategy.train_batch(batch)
-        require(ctx.step_skipped, "the step was taken although another hook vetoed it")
-        difference = first_difference(veto.before, everything_of(strategy), "before and after")
-        require(not difference, f"after a veto {difference}")
+        with self.stepwise(veto, self.fresh_hook()) as strategy:
+            for batch in self.batches(2):
+                ctx = strategy.train_batch(batch)
+            require(ctx.step_skipped, "the step was taken although another hook vetoed it")
+            difference = first_difference(veto.before, everything_of(strategy), "before and after")
+            require(not difference, f"after a veto {difference}")
 
     @check(
         "return False from before_optimizer_step, or call ctx.defer_veto there; see vetoed_batch for what provokes it."
@@ -54,13 +53,13 @@ class DecisionChecks(Checks):
     def test_its_veto_holds_for_everything(self) -> None:
         """When it vetoes, no optimizer and no scheduler moves."""
         self.applies(self.vetoes, "vetoes is False: it never vetoes")
-        strategy = tiny_strategy(self.fresh_hook())
         good, bad = self.batches(2, vetoed=[1])
-        strategy.train_batch(good)
-        before = everything_of(strategy)
-        ctx = strategy.train_batch(bad)
+        with self.stepwise(self.fresh_hook()) as strategy:
+            strategy.train_batch(good)
+            before = everything_of(strategy)
+            ctx = strategy.train_batch(bad)
+            after = everything_of(strategy)
         require(ctx.step_skipped, "the batch of vetoed_batch() was stepped; it does not provoke a veto")
-        after = everything_of(strategy)
         for part in ("weights", "optimizers", "schedulers"):
             difference = first_difference(before[part], after[part], part)
             require(not difference, f"the step was vetoed, but {difference}")
@@ -70,12 +69,12 @@ class DecisionChecks(Checks):
         """A hook that declares no vetoes lets every step be taken, also one on gradients that are not finite."""
         self.applies(not self.vetoes, "vetoes is True: it may veto")
         self.needs_update_hook()
-        strategy = tiny_strategy(self.fresh_hook())
-        for good in self.batches(2):
-            strategy.train_batch(good)
-            outcome = strategy.train_batch(Checks.vetoed_batch(self, good)).outcome
-            vetoes = outcome.vetoes if outcome else ()
-            require(not vetoes, f"it vetoed: {vetoes}")
+        with self.stepwise(self.fresh_hook()) as strategy:
+            for good in self.batches(2):
+                strategy.train_batch(good)
+                outcome = strategy.train_batch(Checks.vetoed_batch(self, good)).outcome
+                vetoes = outcome.vetoes if outcome else ()
+                require(not vetoes, f"it vetoed: {vetoes}")
 
     @check("return a new tensor, loss * factor for example, instead of changing the one that was given in place.")
     def test_it_leaves_the_given_loss_alone(self) -> None:
@@ -88,10 +87,11 @@ class DecisionChecks(Checks):
             losses.append(loss.item())
             return loss
 
-        strategy = tiny_strategy(self.fresh_hook(), loss_fn=loss_fn)
-        for batch in self.batches(3):
-            loss = strategy.train_batch(batch).loss
-            require(loss is not None and loss.item() == losses[-1], f"the loss was {losses[-1]}, ctx.loss says {loss}")
+        with self.stepwise(self.fresh_hook(), loss_fn=loss_fn) as strategy:
+            for batch in self.batches(3):
+                loss = strategy.train_batch(batch).loss
+                holds = loss is not None and loss.item() == losses[-1]
+                require(holds, f"the loss was {losses[-1]}, ctx.loss says {loss}")
 
     @check("act by `priority`, not by the place in the list of hooks, nor by what was made before.")
     def test_the_order_of_insertion_does_not_matter(self) -> None:

@@ -12,7 +12,7 @@ from nvalchemi.errors import HookConflictError
 from nvalchemi.testing.checks.base import Batches, Checks, check, require, weights_of
 from nvalchemi.testing.compare import first_difference
 from nvalchemi.testing.scaling import FixedScaleHook
-from nvalchemi.testing.tiny import TinyModel, tiny_batches, tiny_strategy
+from nvalchemi.testing.tiny import TinyModel, tiny_batches
 from nvalchemi.training import OptimizerConfig, TrainingStage, TrainingStrategy
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ class GradientChecks(Checks):
     def _trained_fused(self, batches: Batches, *scaling: Any) -> dict[str, Tensor] | None:
         """Return the weights of a run whose optimizer unscales by itself; None if the hook brings a scaler."""
         config = OptimizerConfig(optimizer_cls="SGD", optimizer_kwargs={"lr": 0.05, "momentum": 0.9, "fused": True})
-        strategy = tiny_strategy(self.fresh_hook(), *scaling, optimizer_configs=config)
-        for batch in batches:
-            ctx = strategy.train_batch(batch)
-            if ctx.grad_scaler is not None and not scaling:
-                return None
-        return weights_of(strategy)
+        with self.stepwise(self.fresh_hook(), *scaling, optimizer_configs=config) as strategy:
+            for batch in batches:
+                ctx = strategy.train_batch(batch)
+                if ctx.grad_scaler is not None and not scaling:
+                    return None
+            return weights_of(strategy)
 
     def _same_as_one_optimizer(self, configs: Any, how: str) -> None:
         batches = self.batches(4, vetoed=[2])

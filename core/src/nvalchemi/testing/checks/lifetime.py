@@ -61,12 +61,12 @@ class LifetimeChecks(Checks):
             return _Marked.apply((predictions - batch[1]).square().mean(), graphs)  # type: ignore[no-untyped-call]
 
         hooks = (VetoingHook(1), FailingHook(_Mishap("at the end of a batch"), at=3), self.fresh_hook())
-        strategy = tiny_strategy(*hooks, loss_fn=loss_fn)
-        for what, batch in zip(("a step", "a veto", "an exception"), self.batches(3), strict=True):
-            _train_whatever_happens(strategy, batch)
-            if graphs[-1]() is not None:
-                gc.collect()  # a cycle is no fault
-            require(graphs[-1]() is None, f"the graph of a batch is alive after {what}")
+        with self.stepwise(*hooks, loss_fn=loss_fn) as strategy:
+            for what, batch in zip(("a step", "a veto", "an exception"), self.batches(3), strict=True):
+                _train_whatever_happens(strategy, batch)
+                if graphs[-1]() is not None:
+                    gc.collect()  # a cycle is no fault
+                require(graphs[-1]() is None, f"the graph of a batch is alive after {what}")
 
     def _that_closes(self) -> Any:
         hook = self.fresh_hook()
