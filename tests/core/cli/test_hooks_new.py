@@ -14,6 +14,7 @@ import pytest
 from nvalchemi.cli import main
 from nvalchemi.cli.app import ExitCode
 from nvalchemi.cli.new.names import checked_names
+from nvalchemi.cli.new.render import write_all
 
 
 @pytest.fixture
@@ -163,6 +164,17 @@ def test_an_occupied_folder_is_left_alone(new, tmp_path):
     code, _, error = new("my-hook", folder=folder / "mine.txt")
     assert (code, (folder / "mine.txt").read_text()) == (ExitCode.FAILED, "mine")
     assert "is no folder" in error
+
+
+def test_an_occupied_folder_is_refused_before_anything_is_asked_and_again_before_writing(tmp_path, monkeypatch, capsys):
+    """Nobody answers questions in vain; and what came into the folder meanwhile is safe."""
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # asking would fail
+    assert main(["hooks", "new", "my-hook", "--output", str(tmp_path)]) == ExitCode.FAILED
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="is not empty"):
+        write_all({"mine.txt": "other"}, tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_an_empty_folder_is_written_to(new, tmp_path):
