@@ -3,6 +3,8 @@
 A pinned name alone would make ``pip install './core[ema]'`` ask a registry for a plugin that may not be published, and
 install whatever somebody else put there under that name. A path asks nobody. A release must hold no path, so
 ``NVALCHEMI_RELEASE=1`` pins every plugin to the version of the core.
+
+Two more extras are for authors of hooks, and bring no plugin.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PLUGINS = ("checkpoint", "ema", "grad-clip", "loss-scaling", "scaler-veto")
+FOR_AUTHORS = {
+    "new": ["jinja2>=3.1"],  # nvalchemi hooks new
+    "testing": ["pytest>=8.4"],  # nvalchemi.testing's conformance kit and fixtures
+}
 
 
 def requirement(plugin: str, version: str, plugins: Path, *, release: bool) -> str:
@@ -40,11 +46,12 @@ def is_release() -> bool:
 
 
 class ExtrasHook(MetadataHookInterface):
-    """One extra a plugin, and ``all``."""
+    """One extra a plugin, ``all`` of them, and those for authors."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Fill in ``optional-dependencies``; an sdist carries them already, and never comes here."""
         plugins = Path(self.root).resolve().parent / "plugins"
         release = is_release()
         extras = {plugin: [requirement(plugin, metadata["version"], plugins, release=release)] for plugin in PLUGINS}
-        metadata["optional-dependencies"] = {**extras, "all": [one for extra in extras.values() for one in extra]}
+        every = [one for extra in extras.values() for one in extra]
+        metadata["optional-dependencies"] = {**extras, "all": every, **FOR_AUTHORS}

@@ -22,6 +22,7 @@ DOORS = [
     "nvalchemi.training.hooks",
     "nvalchemi.training.checkpoint",
     "nvalchemi.hooks.plugins",
+    "nvalchemi.testing",
 ]
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
@@ -43,6 +44,10 @@ CORE_NAMES = {
     "nvalchemi.training.hooks": {
         "AlwaysVeto", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
         "UpdatePriority",
+    },
+    "nvalchemi.testing": {
+        "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",
+        "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches", "tiny_strategy",
     },
 }  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import csv
 import re
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nvalchemi.hooks import list_hooks, refresh_hooks
+from nvalchemi.hooks import list_hooks
+from nvalchemi.testing import FakeSite
 from nvalchemi.training import TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateHook
 
@@ -36,30 +36,18 @@ def page(tmp_path_factory):
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(tmp_path):
     """The page's distribution, as an installation would leave it: its metadata, its entry point, its modules."""
-    project = tomllib.loads(PROJECT)
-    name, version = project["project"]["name"], project["project"]["version"]
-    metadata, package = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info", tmp_path / "acme_hooks"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    points = project["project"]["entry-points"]["nvalchemi.hooks"]
-    (metadata / "entry_points.txt").write_text(
-        "[nvalchemi.hooks]\n" + "".join(f"{hook} = {target}\n" for hook, target in points.items())
-    )
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "noise.py").write_text(_kept(PROGRAMS[0], "GradNoiseHook"))
-    (package / "plugin.py").write_text(_kept(PROGRAMS[0]) + next(p for p in PROGRAMS if "@hookimpl" in p))
-    for switch in ("NVALCHEMI_HOOKS_DISABLE", "NVALCHEMI_HOOKS_ALLOW", "NVALCHEMI_HOOKS_STRICT"):
-        monkeypatch.delenv(switch, raising=False)
-    for module in ("acme_hooks", "acme_hooks.noise", "acme_hooks.plugin"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    refresh_hooks()
-    yield name
-    monkeypatch.undo()
-    refresh_hooks()
+    project = tomllib.loads(PROJECT)["project"]
+    plugin = _kept(PROGRAMS[0]) + next(p for p in PROGRAMS if "@hookimpl" in p)
+    with FakeSite(tmp_path).isolated() as site:
+        site.add(
+            project["name"],
+            project["version"],
+            hooks=project["entry-points"]["nvalchemi.hooks"],
+            modules={"acme_hooks.noise": _kept(PROGRAMS[0], "GradNoiseHook"), "acme_hooks.plugin": plugin},
+        )
+        yield project["name"]
 
 
 def _kept(program, *classes):

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 # Looked for by an optional part of the core, and no dependency of it.
-OPTIONAL = {"hypothesis", "numpy", "pytest"}
+OPTIONAL = {"jinja2", "numpy", "pytest"}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(distribution, clone: Path, release_wheels) -> None:

@@ -177,15 +177,6 @@ def test_the_state_of_a_new_hook_gives_no_right_to_the_folder(root, run, strateg
         strategy(hook, num_steps=4).run(BATCHES)
 
 
-def test_a_state_is_kept_as_it_was(root, run):
-    """A state that was taken does not change with the run."""
-    hook = CheckpointHook(root=root, every_steps=2)
-    made = run(hook, num_steps=2)
-    state = hook.state_dict()
-    made.run(BATCHES)
-    assert state["kept"] == ["step-00000002"]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     saves=st.lists(st.tuples(st.integers(1, 9), st.none() | st.floats(allow_nan=True)), max_size=12),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nvalchemi.hooks import TrainContext
+from nvalchemi.testing import AccumulatingHook, UpdateLoop
 from nvalchemi.training import TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateHook, TrainingUpdateOrchestrator, UpdatePriority
 from nvalchemi_hooks_grad_clip import GradientClipHook
@@ -23,27 +24,27 @@ def scaler_of(scaled, scale=1024.0, **options):
 
 
 @SCALERS
-def test_true_gradients_are_clipped_whatever_the_loss_scale(loop, zeros, sgd, scaled):
+def test_true_gradients_are_clipped_whatever_the_loss_scale(zeros, sgd, scaled):
     """Gradients (3, 4) under a loss scale of 1024 become (0.6, 0.8), and the norm is reported as 5."""
     weight, hook = zeros(2), GradientClipHook(max_norm=1.0)
-    loop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled)).batch({weight: [3.0, 4.0]})
+    UpdateLoop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled)).batch({weight: [3.0, 4.0]})
     assert weight.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
     assert hook.last_norm == pytest.approx(5.0)
 
 
-def test_gradients_below_the_threshold_stay_as_they_are(loop, zeros, sgd):
+def test_gradients_below_the_threshold_stay_as_they_are(zeros, sgd):
     """A norm below max_norm changes no bit of the step."""
     weight = zeros(2)
-    loop(GradientClipHook(max_norm=5.1), optimizers=[sgd(weight)]).batch({weight: [3.0, 4.0]})
+    UpdateLoop(GradientClipHook(max_norm=5.1), optimizers=[sgd(weight)]).batch({weight: [3.0, 4.0]})
     assert weight.tolist() == [-3.0, -4.0]
 
 
 @SCALERS
-def test_a_window_is_clipped_once_and_whole(loop, accumulates, zeros, sgd, scaled):
+def test_a_window_is_clipped_once_and_whole(zeros, sgd, scaled):
     """Micro-batch gradients (3, 0) and (0, 4) are summed and then clipped to (0.6, 0.8)."""
     weight, hook = zeros(2), GradientClipHook(max_norm=1.0)
-    run = loop(accumulates(), hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
-    run.batch({weight: [3.0, 0.0]}, last=False)
+    run = UpdateLoop(AccumulatingHook(every=2), hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
+    run.batch({weight: [3.0, 0.0]})
     assert math.isnan(hook.last_norm)
     run.batch({weight: [0.0, 4.0]})
     assert weight.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
@@ -59,43 +60,45 @@ class Monitor(TrainingUpdateHook):
 
 
 @SCALERS
-def test_a_short_window_is_unscaled_once(loop, accumulates, zeros, sgd, scaled):
+def test_a_short_window_is_unscaled_once(zeros, sgd, scaled):
     """Scaler, clipping and a reader share one unscale in a window that three of four batches complete."""
     weight, monitor = zeros(2), Monitor()
-    run = loop(accumulates(), GradientClipHook(), monitor, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
-    for last in (False, False, True):
-        run.batch({weight: [3.0, 4.0]}, last=last)
+    run = UpdateLoop(
+        AccumulatingHook(every=3), GradientClipHook(), monitor, optimizers=[sgd(weight)], scaler=scaler_of(scaled)
+    )
+    for _ in range(3):
+        run.batch({weight: [3.0, 4.0]})
     assert run.steps == 1
     assert monitor.seen.norm() <= 1.0
     assert run.scaler is None or run.scaler.get_scale() == 1024.0
 
 
-def test_one_norm_over_all_groups_and_optimizers(loop, zeros, sgd):
+def test_one_norm_over_all_groups_and_optimizers(zeros, sgd):
     """Gradients 3 and 4 in two groups, or two optimizers, become 0.6 and 0.8: the direction of the step is kept."""
     for split in (False, True):
         a, b, hook = zeros(), zeros(), GradientClipHook(max_norm=1.0)
         groups = [{"params": [a]}, {"params": [b]}]
         optimizers = [sgd(a), sgd(b)] if split else [torch.optim.SGD(groups, lr=1.0)]
-        loop(hook, optimizers=optimizers).batch({a: 3.0, b: 4.0})
+        UpdateLoop(hook, optimizers=optimizers).batch({a: 3.0, b: 4.0})
         assert (a.item(), b.item()) == (pytest.approx(-0.6), pytest.approx(-0.8))
         assert hook.last_norm == pytest.approx(5.0)
 
 
 @SCALERS
-def test_per_optimizer_clips_each_by_its_own_norm(loop, zeros, sgd, scaled):
+def test_per_optimizer_clips_each_by_its_own_norm(zeros, sgd, scaled):
     """With per_optimizer every optimizer has its own threshold; the global norm and theirs are reported."""
     a, b, c, hook = zeros(), zeros(), zeros(), GradientClipHook(max_norm=1.0, per_optimizer=True)
-    run = loop(hook, optimizers=[sgd(a), sgd(b), sgd(c)], scaler=scaler_of(scaled))
+    run = UpdateLoop(hook, optimizers=[sgd(a), sgd(b), sgd(c)], scaler=scaler_of(scaled))
     run.batch({a: 3.0, b: 4.0, c: 0.5})
     assert [p.item() for p in (a, b, c)] == pytest.approx([-1.0, -1.0, -0.5], rel=1e-5)
     assert hook.last_norms == pytest.approx((3.0, 4.0, 0.5))
     assert hook.last_norm == pytest.approx(math.sqrt(25.25))
 
 
-def test_a_generator_of_parameters_is_no_trap(loop, zeros):
+def test_a_generator_of_parameters_is_no_trap(zeros):
     """An optimizer made from a generator is clipped in the second window as in the first."""
     weights = [zeros(2), zeros(2)]
-    run = loop(GradientClipHook(), optimizers=[torch.optim.SGD((w for w in weights), lr=1.0)])
+    run = UpdateLoop(GradientClipHook(), optimizers=[torch.optim.SGD((w for w in weights), lr=1.0)])
     for _ in range(2):
         before = [w.detach().clone() for w in weights]
         run.batch({w: [3.0, 4.0] for w in weights})
@@ -104,47 +107,47 @@ def test_a_generator_of_parameters_is_no_trap(loop, zeros):
 
 
 @SCALERS
-def test_sparse_gradients_are_clipped_by_their_coalesced_values(loop, scaled):
+def test_sparse_gradients_are_clipped_by_their_coalesced_values(scaled):
     """An embedding met at 1, 1, 2 has the norm sqrt(20), and 1.0 after clipping."""
     table, hook = nn.Embedding(10, 4, sparse=True), GradientClipHook(max_norm=1.0)
     before = table.weight.detach().clone()
-    run = loop(hook, optimizers=[torch.optim.SGD(table.parameters(), lr=1.0)], scaler=scaler_of(scaled))
+    run = UpdateLoop(hook, optimizers=[torch.optim.SGD(table.parameters(), lr=1.0)], scaler=scaler_of(scaled))
     run.batch(table(torch.tensor([1, 1, 2])).sum())
     assert hook.last_norm == pytest.approx(math.sqrt(20.0))
     assert (table.weight.detach() - before).norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_mixed_dtypes_share_one_norm(loop, zeros, sgd):
+def test_mixed_dtypes_share_one_norm(zeros, sgd):
     """An fp16 gradient of 3 and an fp32 gradient of 4 have norm 5 and become 0.6001 (in fp16) and 0.8."""
     half, single, hook = zeros(1, dtype=torch.float16), zeros(1), GradientClipHook(max_norm=1.0)
-    loop(hook, optimizers=[sgd(half, single)]).batch({half: 3.0, single: 4.0})
+    UpdateLoop(hook, optimizers=[sgd(half, single)]).batch({half: 3.0, single: 4.0})
     assert hook.last_norm == 5.0
     assert half.item() == pytest.approx(-0.6001, abs=1e-4)
     assert single.item() == pytest.approx(-0.8)
 
 
-def test_fp16_gradients_do_not_overflow_the_norm(loop, zeros, sgd):
+def test_fp16_gradients_do_not_overflow_the_norm(zeros, sgd):
     """Gradients of 60000 in fp16, whose norm no fp16 number can hold, are clipped and not vetoed."""
     weight, hook = zeros(4, dtype=torch.float16), GradientClipHook(max_norm=1.0)
-    ctx = loop(hook, optimizers=[sgd(weight)]).batch({weight: 60000.0})
+    ctx = UpdateLoop(hook, optimizers=[sgd(weight)]).batch({weight: 60000.0})
     assert not ctx.step_skipped
     assert hook.last_norm == pytest.approx(120000.0, rel=1e-3)
     assert weight.tolist() == pytest.approx([-0.5] * 4, rel=1e-3)
 
 
-def test_doubles_are_clipped_in_double_precision(loop, zeros, sgd):
+def test_doubles_are_clipped_in_double_precision(zeros, sgd):
     """Double gradients are clipped by a double norm."""
     weight, hook = zeros(2, dtype=torch.float64), GradientClipHook(max_norm=1.0)
-    loop(hook, optimizers=[sgd(weight)]).batch({weight: [0.3, 4.1]})
+    UpdateLoop(hook, optimizers=[sgd(weight)]).batch({weight: [0.3, 4.1]})
     norm = math.hypot(0.3, 4.1)
     assert hook.last_norm == pytest.approx(norm, rel=1e-15)
     assert weight.tolist() == pytest.approx([-0.3 / (norm + 1e-6), -4.1 / (norm + 1e-6)], rel=1e-15)
 
 
-def test_no_gradients_have_norm_zero(loop, zeros, sgd):
+def test_no_gradients_have_norm_zero(zeros, sgd):
     """Parameters without gradients are passed over; with none at all the norm is 0 and nothing is raised."""
     used, unused, elsewhere, hook = zeros(2), zeros(2), zeros(1), GradientClipHook()
-    run = loop(hook, optimizers=[sgd(used, unused)])
+    run = UpdateLoop(hook, optimizers=[sgd(used, unused)])
     run.batch({elsewhere: 1.0})
     assert hook.last_norm == 0.0
     run.batch({used: [3.0, 4.0]})
@@ -153,48 +156,48 @@ def test_no_gradients_have_norm_zero(loop, zeros, sgd):
 
 
 @SCALERS
-def test_an_optimizer_without_gradients_is_passed_over(loop, zeros, sgd, scaled):
+def test_an_optimizer_without_gradients_is_passed_over(zeros, sgd, scaled):
     """Where the loss reaches one of two optimizers, that one is clipped and steps, and the other stays."""
     for per_optimizer in (False, True):
         a, b = zeros(2), zeros(2)
         hook = GradientClipHook(per_optimizer=per_optimizer)
-        run = loop(hook, optimizers=[sgd(b), sgd(a)], scaler=scaler_of(scaled))
+        run = UpdateLoop(hook, optimizers=[sgd(b), sgd(a)], scaler=scaler_of(scaled))
         run.batch({a: [3.0, 4.0]})
         assert a.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
         assert b.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (3.0, 91.0 ** (1 / 3)), (math.inf, 4.0)])
-def test_any_order_of_norm(loop, zeros, sgd, norm_type, norm):
+def test_any_order_of_norm(zeros, sgd, norm_type, norm):
     """The threshold holds for the norm that was chosen."""
     weight, hook = zeros(2), GradientClipHook(max_norm=2.0, norm_type=norm_type)
-    loop(hook, optimizers=[sgd(weight)]).batch({weight: [3.0, -4.0]})
+    UpdateLoop(hook, optimizers=[sgd(weight)]).batch({weight: [3.0, -4.0]})
     assert hook.last_norm == pytest.approx(norm)
     assert weight.tolist() == pytest.approx([-6.0 / norm, 8.0 / norm], rel=1e-5)
 
 
-def test_an_infinite_threshold_measures_only(loop, zeros, sgd):
+def test_an_infinite_threshold_measures_only(zeros, sgd):
     """max_norm=inf reports the norm, leaves every bit of the gradients and counts no step as clipped."""
     weight, hook = zeros(2), GradientClipHook(max_norm=math.inf)
-    loop(hook, optimizers=[sgd(weight)]).batch({weight: [3.0, 4.0]})
+    UpdateLoop(hook, optimizers=[sgd(weight)]).batch({weight: [3.0, 4.0]})
     assert weight.tolist() == [-3.0, -4.0]
     assert (hook.last_norm, hook.measured_steps, hook.clipped_steps) == (5.0, 1, 0)
 
 
 @SCALERS
-def test_elements_are_cut_after_the_norm(loop, zeros, sgd, scaled):
+def test_elements_are_cut_after_the_norm(zeros, sgd, scaled):
     """Gradients (3, 4) are first divided to (0.6, 0.8), then cut to 0.7 each way."""
     weight, hook = zeros(2), GradientClipHook(max_norm=1.0, clip_value=0.7)
-    loop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled)).batch({weight: [-3.0, 4.0]})
+    UpdateLoop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled)).batch({weight: [-3.0, 4.0]})
     assert weight.tolist() == pytest.approx([0.6, -0.7], rel=1e-6)
     assert hook.last_norm == pytest.approx(5.0)
 
 
 @SCALERS
-def test_elements_are_cut_without_a_norm(loop, zeros, sgd, scaled):
+def test_elements_are_cut_without_a_norm(zeros, sgd, scaled):
     """max_norm=inf with clip_value cuts elements of true gradients alone, and counts the step as clipped."""
     weight, hook = zeros(3), GradientClipHook(max_norm=math.inf, clip_value=2.0)
-    run = loop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
+    run = UpdateLoop(hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
     run.batch({weight: [-3.0, 4.0, 1.0]})
     assert weight.tolist() == [2.0, -2.0, -1.0]
     run.batch({weight: [1.0, 1.0, 1.0]})
@@ -209,20 +212,20 @@ def test_only_cutting_elements_needs_the_gradients_themselves():
 
 
 @SCALERS
-def test_the_scale_of_this_window_is_divided_out_though_it_grows(loop, zeros, sgd, scaled):
+def test_the_scale_of_this_window_is_divided_out_though_it_grows(zeros, sgd, scaled):
     """A scale that grows at every step never reaches a clipped gradient."""
     weight = zeros(2)
-    run = loop(GradientClipHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled, growth_interval=1))
+    run = UpdateLoop(GradientClipHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled, growth_interval=1))
     for step in range(1, 5):
         run.batch({weight: [3.0, 4.0]})
         assert weight.tolist() == pytest.approx([-0.6 * step, -0.8 * step], rel=1e-5)
     assert run.scaler is None or run.scaler.get_scale() == 1024.0 * 2**4
 
 
-def test_scaled_gradients_may_have_a_norm_that_true_ones_could_not(loop, zeros, sgd):
+def test_scaled_gradients_may_have_a_norm_that_true_ones_could_not(zeros, sgd):
     """True gradients of 1e16 are clipped, though under a scale of 65536 their sum of squares overflows float32."""
     weight, hook = zeros(2), GradientClipHook(max_norm=1.0)
-    run = loop(hook, optimizers=[sgd(weight)], scaler=scaler_of(True, 65536.0))
+    run = UpdateLoop(hook, optimizers=[sgd(weight)], scaler=scaler_of(True, 65536.0))
     ctx = run.batch({weight: [3e16, 4e16]})
     assert not ctx.step_skipped
     assert hook.last_norm == pytest.approx(5e16)
@@ -230,12 +233,12 @@ def test_scaled_gradients_may_have_a_norm_that_true_ones_could_not(loop, zeros, 
     assert run.scaler.get_scale() == 65536.0
 
 
-def test_a_reader_between_two_clippings_leaves_no_stale_norm(loop, zeros, sgd):
+def test_a_reader_between_two_clippings_leaves_no_stale_norm(zeros, sgd):
     """The second of two clippings measures what the first left, also when a reader had it divided out in between."""
     for readers in ([], [Monitor()]):
         weight = zeros(2)
         first, second = GradientClipHook(max_norm=2.0), GradientClipHook(max_norm=1.0).labelled("again")
-        run = loop(first, *readers, second, optimizers=[sgd(weight)])
+        run = UpdateLoop(first, *readers, second, optimizers=[sgd(weight)])
         run.update = run.update.with_priority({"again": 60})
         run.batch({weight: [3.0, 4.0]})
         assert (first.last_norm, second.last_norm) == (pytest.approx(5.0), pytest.approx(2.0, rel=1e-5))

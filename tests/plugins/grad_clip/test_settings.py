@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvalchemi.hooks import CheckpointableHook, TrainContext
+from nvalchemi.testing import UpdateLoop
 from nvalchemi.training.hooks import TrainingUpdateOrchestrator
 from nvalchemi_hooks_grad_clip import GradientClipHook
 from nvalchemi_hooks_grad_clip.plugin import nvalchemi_hooks
@@ -86,10 +87,10 @@ def test_before_the_first_step_there_is_no_norm():
     assert hook.last_norms == ()
 
 
-def test_counters_survive_and_bad_states_change_nothing(loop, zeros, sgd):
+def test_counters_survive_and_bad_states_change_nothing(zeros, sgd):
     """The state is the two counters, as plain ints; anything else is refused with its value."""
     weight, hook = zeros(1), GradientClipHook()
-    run = loop(hook, optimizers=[sgd(weight)])
+    run = UpdateLoop(hook, optimizers=[sgd(weight)])
     for gradient in (2.0, 0.5):
         run.batch({weight: gradient})
     assert isinstance(hook, CheckpointableHook)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import multiprocessing
-import pickle
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,45 +20,6 @@ from nvalchemi.training.hooks import TrainingUpdateOrchestrator
 from nvalchemi_hooks_scaler_veto import GradScalerVetoHook
 from nvalchemi_hooks_scaler_veto.kernels import first_nonfinite, reference
 from nvalchemi_hooks_scaler_veto.plugin import nvalchemi_hooks
-
-GO_ON = str(Path(__file__).with_name("go_on.py"))
-
-
-def go_on(hook, out, *, spawn=False):
-    """Train three steps with a hook, here or in a spawned process, and return what came of it."""
-    arguments = GO_ON, {"hook": hook, "out": out}, "__main__"
-    if spawn:
-        process = multiprocessing.get_context("spawn").Process(target=runpy.run_path, args=arguments)
-        process.start()
-        process.join(120)
-        assert process.exitcode == 0
-    else:
-        runpy.run_path(*arguments)
-    return torch.load(out, weights_only=True)
-
-
-def test_a_pickled_hook_is_the_same_hook_before_and_after_training(tmp_path):
-    """A round trip keeps settings, counters and label, and training goes on with equal numbers."""
-    hook = GradScalerVetoHook(max_consecutive_skips=7).labelled("mine")
-    for _ in range(2):
-        twin = pickle.loads(pickle.dumps(hook))
-        assert repr(twin) == repr(hook) == "GradScalerVetoHook(max_consecutive_skips=7)"
-        assert (twin.state_key, twin.state_dict()) == ("mine", hook.state_dict())
-        torch.testing.assert_close(
-            go_on(twin, tmp_path / "a"), go_on(copy.deepcopy(hook), tmp_path / "b"), rtol=0, atol=0
-        )
-        go_on(hook, tmp_path / "c")
-    assert hook.total_skips == 2
-
-
-def test_a_spawned_process_goes_on_with_equal_numbers(tmp_path):
-    """A hook that trained here trains on in a spawned process as it would here."""
-    hook = GradScalerVetoHook()
-    go_on(hook, tmp_path / "before")
-    there = go_on(hook, tmp_path / "there", spawn=True)
-    here = go_on(hook, tmp_path / "here")
-    torch.testing.assert_close(there, here, rtol=0, atol=0)
-    assert here["state"] == {"scaler_veto": {"consecutive_skips": 0, "total_skips": 2}}
 
 
 class Dispatched(TorchDispatchMode):

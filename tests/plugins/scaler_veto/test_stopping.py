@@ -10,6 +10,7 @@ from torch import nn
 
 from nvalchemi.errors import NonFiniteGradientError
 from nvalchemi.hooks import CheckpointableHook
+from nvalchemi.testing import UpdateLoop
 from nvalchemi_hooks_scaler_veto import GradScalerVetoHook
 
 
@@ -25,13 +26,13 @@ def until_it_stops(run, gradients, most=200):
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "torch's scaler"])
 @pytest.mark.parametrize("limit", [1, 3, 25])
-def test_a_permanent_nan_stops_the_run_at_the_limit(loop, sgd, limit, scaled):
+def test_a_permanent_nan_stops_the_run_at_the_limit(sgd, limit, scaled):
     """The N-th skip in a row raises, naming the number, the first bad parameter, the scale and the remedy."""
     model = nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
     named = dict(model.named_parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0) if scaled else None
     hook = GradScalerVetoHook(max_consecutive_skips=limit)
-    run = loop(hook, optimizers=[sgd(*named.values())], scaler=scaler, models={"main": model})
+    run = UpdateLoop(hook, optimizers=[sgd(*named.values())], scaler=scaler, models={"main": model})
     bad = {"first.weight": 1.0, "first.bias": math.nan, "second.weight": math.inf, "second.bias": 1.0}
     batches, error = until_it_stops(run, {named[name]: gradient for name, gradient in bad.items()})
     assert batches == limit
@@ -45,28 +46,30 @@ def test_a_permanent_nan_stops_the_run_at_the_limit(loop, sgd, limit, scaled):
         assert f"{scaler.get_scale():g}" in str(error)
 
 
-def test_the_default_limit_leaves_a_scale_to_recover_with(loop, zeros, sgd):
+def test_the_default_limit_leaves_a_scale_to_recover_with(zeros, sgd):
     """From 65536 the default stops at a scale above 0, long before nothing is left of it."""
     weight = zeros(1)
-    run = loop(GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=torch.amp.GradScaler("cpu", init_scale=65536.0))
+    run = UpdateLoop(
+        GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=torch.amp.GradScaler("cpu", init_scale=65536.0)
+    )
     batches, error = until_it_stops(run, {weight: math.nan})
     assert error is not None
     assert batches == 25
     assert run.scaler.get_scale() > 1e-3
 
 
-def test_none_never_stops(loop, zeros, sgd):
+def test_none_never_stops(zeros, sgd):
     """Without a limit the run goes on, and both counts go on with it."""
     weight, hook = zeros(1), GradScalerVetoHook(max_consecutive_skips=None)
-    batches, error = until_it_stops(loop(hook, optimizers=[sgd(weight)]), {weight: math.nan}, most=60)
+    batches, error = until_it_stops(UpdateLoop(hook, optimizers=[sgd(weight)]), {weight: math.nan}, most=60)
     assert (batches, error) == (60, None)
     assert (hook.consecutive_skips, hook.total_skips) == (60, 60)
 
 
-def test_one_good_step_starts_the_count_anew(loop, zeros, sgd):
+def test_one_good_step_starts_the_count_anew(zeros, sgd):
     """Two skips, a step and two skips are no three in a row."""
     weight, hook = zeros(1), GradScalerVetoHook(max_consecutive_skips=3)
-    run = loop(hook, optimizers=[sgd(weight)])
+    run = UpdateLoop(hook, optimizers=[sgd(weight)])
     for gradient in (math.inf, math.inf, 1.0, math.inf, math.inf):
         run.batch({weight: gradient})
     assert (hook.consecutive_skips, hook.total_skips) == (2, 4)
@@ -74,19 +77,19 @@ def test_one_good_step_starts_the_count_anew(loop, zeros, sgd):
         run.batch({weight: math.inf})
 
 
-def test_a_parameter_of_no_model_has_no_name(loop, zeros, sgd):
+def test_a_parameter_of_no_model_has_no_name(zeros, sgd):
     """Where no model holds the culprit the message says so."""
     weight = zeros(1)
-    run = loop(GradScalerVetoHook(max_consecutive_skips=1), optimizers=[sgd(weight)])
+    run = UpdateLoop(GradScalerVetoHook(max_consecutive_skips=1), optimizers=[sgd(weight)])
     with pytest.raises(NonFiniteGradientError, match=r"no parameter of ctx\.models"):
         run.batch({weight: math.inf})
 
 
-def test_several_models_are_told_apart(loop, zeros, sgd):
+def test_several_models_are_told_apart(zeros, sgd):
     """With several models the culprit is named with its model, in the order of the models."""
     models = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
     weights = [parameter for model in models.values() for parameter in model.parameters()]
-    run = loop(GradScalerVetoHook(max_consecutive_skips=1), optimizers=[sgd(*weights)], models=models)
+    run = UpdateLoop(GradScalerVetoHook(max_consecutive_skips=1), optimizers=[sgd(*weights)], models=models)
     with pytest.raises(NonFiniteGradientError, match=r"'b\.weight'"):
         run.batch(dict(zip(weights, (1.0, 1.0, math.nan, math.nan), strict=True)))
 
@@ -100,10 +103,10 @@ def test_bad_limits_are_refused_when_the_hook_is_built(limit):
     assert "give an int" in str(caught.value)
 
 
-def test_counters_survive_and_the_limit_holds_over_a_resume(loop, zeros, sgd):
+def test_counters_survive_and_the_limit_holds_over_a_resume(zeros, sgd):
     """A run saved after two skips stops at the next when the limit is three; bad states change nothing."""
     weight, hook = zeros(1), GradScalerVetoHook(max_consecutive_skips=3)
-    run = loop(hook, optimizers=[sgd(weight)])
+    run = UpdateLoop(hook, optimizers=[sgd(weight)])
     for _ in range(2):
         run.batch({weight: math.inf})
     assert isinstance(hook, CheckpointableHook)
@@ -116,4 +119,4 @@ def test_counters_survive_and_the_limit_holds_over_a_resume(loop, zeros, sgd):
         assert resumed.state_dict() == {"consecutive_skips": 0, "total_skips": 0}
     resumed.load_state_dict(state)
     with pytest.raises(NonFiniteGradientError):
-        loop(resumed, optimizers=[sgd(weight)]).batch({weight: math.inf})
+        UpdateLoop(resumed, optimizers=[sgd(weight)]).batch({weight: math.inf})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nvalchemi.hooks import TrainContext
+from nvalchemi.testing import AccumulatingHook, UpdateLoop
 from nvalchemi.training import TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateHook, TrainingUpdateOrchestrator, UpdatePriority
 from nvalchemi_hooks_scaler_veto import GradScalerVetoHook
@@ -27,12 +28,12 @@ def scaler_of(scaled, scale=1024.0, **options):
 
 @SCALERS
 @BAD
-def test_one_inf_vetoes_every_optimizer_and_schedule(loop, zeros, bad, scaled):
+def test_one_inf_vetoes_every_optimizer_and_schedule(zeros, bad, scaled):
     """An inf for the first of two optimizers leaves weights, moments and schedules of both bit for bit."""
     a, b = zeros(2), zeros(1)
     optimizers = [torch.optim.AdamW([p], lr=0.1) for p in (a, b)]
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
-    run = loop(GradScalerVetoHook(), optimizers=optimizers, schedulers=schedulers, scaler=scaler_of(scaled))
+    run = UpdateLoop(GradScalerVetoHook(), optimizers=optimizers, schedulers=schedulers, scaler=scaler_of(scaled))
     run.batch({a: [1.0, 1.0], b: 2.0})
     before = copy.deepcopy([a.data, b.data, *(one.state_dict() for one in optimizers + schedulers)])
     ctx = run.batch({a: [bad, 1.0], b: 2.0})
@@ -45,10 +46,10 @@ def test_one_inf_vetoes_every_optimizer_and_schedule(loop, zeros, bad, scaled):
 
 
 @BAD
-def test_several_optimizers_with_inf_make_one_back_off(loop, zeros, sgd, bad):
+def test_several_optimizers_with_inf_make_one_back_off(zeros, sgd, bad):
     """However many optimizers hold an inf, the scale is halved once, and the next window is scaled by it."""
     weights = [zeros(1) for _ in range(3)]
-    run = loop(GradScalerVetoHook(), optimizers=[sgd(w) for w in weights], scaler=scaler_of(True))
+    run = UpdateLoop(GradScalerVetoHook(), optimizers=[sgd(w) for w in weights], scaler=scaler_of(True))
     run.batch(dict.fromkeys(weights, bad))
     assert run.scaler.get_scale() == 512.0
     run.batch(dict.fromkeys(weights, 1.0))
@@ -57,11 +58,11 @@ def test_several_optimizers_with_inf_make_one_back_off(loop, zeros, sgd, bad):
 
 
 @SCALERS
-def test_finite_gradients_pass(loop, zeros, sgd, scaled):
+def test_finite_gradients_pass(zeros, sgd, scaled):
     """On finite gradients the hook changes nothing, in the step and in the growth of the scale."""
     plain, checked = zeros(2), zeros(2)
     runs = [
-        loop(*hooks, optimizers=[sgd(weight)], scaler=scaler_of(scaled, growth_interval=2))
+        UpdateLoop(*hooks, optimizers=[sgd(weight)], scaler=scaler_of(scaled, growth_interval=2))
         for hooks, weight in (([], plain), ([GradScalerVetoHook()], checked))
     ]
     for _ in range(3):
@@ -72,12 +73,12 @@ def test_finite_gradients_pass(loop, zeros, sgd, scaled):
 
 
 @SCALERS
-def test_the_schedule_waits_for_a_skipped_step(loop, zeros, scaled):
+def test_the_schedule_waits_for_a_skipped_step(zeros, scaled):
     """With inf on batches 0 and 2 of 4, StepLR(1, 0.5) shows 1, 0.5, 0.5, 0.25, and nobody warns."""
     weight = zeros(1)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    run = loop(GradScalerVetoHook(), optimizers=[optimizer], schedulers=[scheduler], scaler=scaler_of(scaled))
+    run = UpdateLoop(GradScalerVetoHook(), optimizers=[optimizer], schedulers=[scheduler], scaler=scaler_of(scaled))
     rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -88,10 +89,10 @@ def test_the_schedule_waits_for_a_skipped_step(loop, zeros, scaled):
 
 
 @SCALERS
-def test_an_inf_does_not_outlive_its_window(loop, sgd, scaled):
+def test_an_inf_does_not_outlive_its_window(sgd, scaled):
     """One inf on batch 0 of 4 costs one step and one back-off: p goes from 1 to -2, the scale from 1024 to 512."""
     weight = nn.Parameter(torch.ones(1))
-    run = loop(GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled))
+    run = UpdateLoop(GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled))
     for gradient in (math.inf, 1.0, 1.0, 1.0):
         run.batch({weight: gradient})
     assert weight.item() == -2.0
@@ -115,10 +116,10 @@ class Watches(TrainingUpdateHook):
 
 
 @SCALERS
-def test_later_hooks_are_told(loop, zeros, sgd, scaled):
+def test_later_hooks_are_told(zeros, sgd, scaled):
     """A hook that decides after the check sees will_skip, and skipped after the step, on the bad batch alone."""
     weight, watch = zeros(1), Watches()
-    run = loop(watch, GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled))
+    run = UpdateLoop(watch, GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(scaled))
     for gradient in (1.0, math.inf, 1.0, 1.0):
         run.batch({weight: gradient})
     assert watch.told == watch.skipped == [False, True, False, False]
@@ -139,11 +140,11 @@ class TooLarge(TrainingUpdateHook):
 
 @SCALERS
 @pytest.mark.parametrize("priority", [5, 22, 45])
-def test_another_veto_leaves_the_scale_and_the_next_window_alone(loop, zeros, sgd, priority, scaled):
+def test_another_veto_leaves_the_scale_and_the_next_window_alone(zeros, sgd, priority, scaled):
     """A veto on a finite norm, before or after scaler and check, costs that step and nothing else."""
     weight, hook = zeros(1), GradScalerVetoHook()
     scaler = scaler_of(scaled)
-    run = loop(hook, TooLarge(priority), optimizers=[sgd(weight)], scaler=scaler)
+    run = UpdateLoop(hook, TooLarge(priority), optimizers=[sgd(weight)], scaler=scaler)
     run.batch({weight: 1.0})
     state = scaler.state_dict() if scaled else None
     ctx = run.batch({weight: 4.0})
@@ -155,21 +156,21 @@ def test_another_veto_leaves_the_scale_and_the_next_window_alone(loop, zeros, sg
 
 
 @pytest.mark.parametrize("priority", [5, 22, 45])
-def test_an_inf_is_found_whoever_vetoes_first(loop, zeros, sgd, priority):
+def test_an_inf_is_found_whoever_vetoes_first(zeros, sgd, priority):
     """An inf makes the scale back off once, also when another hook vetoes the same step before or after."""
     weight, hook = zeros(1), GradScalerVetoHook()
-    run = loop(hook, TooLarge(priority), optimizers=[sgd(weight)], scaler=scaler_of(True))
+    run = UpdateLoop(hook, TooLarge(priority), optimizers=[sgd(weight)], scaler=scaler_of(True))
     run.batch({weight: math.inf})
     assert run.scaler.get_scale() == 512.0
     assert hook.total_skips == 1
 
 
 @SCALERS
-def test_an_optimizer_without_gradients_is_passed_over(loop, zeros, sgd, scaled):
+def test_an_optimizer_without_gradients_is_passed_over(zeros, sgd, scaled):
     """Where the loss reaches one of two optimizers, that one steps and the other stays; with none, nothing fails."""
     a, b, elsewhere = zeros(1), zeros(1), zeros(1)
     hook = GradScalerVetoHook()
-    run = loop(hook, optimizers=[sgd(b), sgd(a)], scaler=scaler_of(scaled))
+    run = UpdateLoop(hook, optimizers=[sgd(b), sgd(a)], scaler=scaler_of(scaled))
     run.batch({a: 1.0})
     assert (a.item(), b.item()) == (-1.0, 0.0)
     assert run.batch({elsewhere: 1.0}).step_skipped
@@ -177,21 +178,23 @@ def test_an_optimizer_without_gradients_is_passed_over(loop, zeros, sgd, scaled)
 
 
 @SCALERS
-def test_open_windows_are_not_checked(loop, accumulates, zeros, sgd, scaled):
+def test_open_windows_are_not_checked(zeros, sgd, scaled):
     """An inf in the first of three batches of a window is found once, when the window is complete."""
     weight, hook = zeros(1), GradScalerVetoHook()
-    run = loop(accumulates(), hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
-    for gradient, last in ((math.inf, False), (1.0, False), (1.0, True)):
+    run = UpdateLoop(AccumulatingHook(every=3), hook, optimizers=[sgd(weight)], scaler=scaler_of(scaled))
+    for gradient in (math.inf, 1.0, 1.0):
         assert hook.total_skips == 0
-        run.batch({weight: gradient}, last=last)
+        run.batch({weight: gradient})
     assert (hook.total_skips, hook.consecutive_skips, run.steps) == (1, 1, 0)
 
 
 @SCALERS
-def test_sparse_gradients_are_checked(loop, scaled):
+def test_sparse_gradients_are_checked(scaled):
     """An inf among the values of a sparse gradient vetoes."""
     table = nn.Embedding(10, 4, sparse=True)
-    run = loop(GradScalerVetoHook(), optimizers=[torch.optim.SGD(table.parameters(), lr=1.0)], scaler=scaler_of(scaled))
+    run = UpdateLoop(
+        GradScalerVetoHook(), optimizers=[torch.optim.SGD(table.parameters(), lr=1.0)], scaler=scaler_of(scaled)
+    )
     assert run.batch((table(torch.tensor([1, 1, 2])) * math.inf).sum()).step_skipped
     assert not run.batch(table(torch.tensor([1, 1, 2])).sum()).step_skipped
 
@@ -200,16 +203,16 @@ def test_sparse_gradients_are_checked(loop, scaled):
     ("dtype", "element"),
     [(torch.float16, 65504.0), (torch.bfloat16, 3e38), (torch.float32, 3e38), (torch.float32, 1e20)],
 )
-def test_large_is_not_infinite(loop, zeros, sgd, dtype, element):
+def test_large_is_not_infinite(zeros, sgd, dtype, element):
     """Gradients whose norm no number of their dtype can hold are finite all the same."""
     weight = zeros(8, dtype=dtype)
-    assert not loop(GradScalerVetoHook(), optimizers=[sgd(weight)]).batch({weight: element}).step_skipped
+    assert not UpdateLoop(GradScalerVetoHook(), optimizers=[sgd(weight)]).batch({weight: element}).step_skipped
 
 
-def test_true_gradients_are_finite_though_scaled_ones_nearly_overflow(loop, zeros, sgd):
+def test_true_gradients_are_finite_though_scaled_ones_nearly_overflow(zeros, sgd):
     """Gradients of 1e33 under a scale of 65536 are finite, and so is their step."""
     weight = zeros(8)
-    run = loop(GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(True, 65536.0))
+    run = UpdateLoop(GradScalerVetoHook(), optimizers=[sgd(weight)], scaler=scaler_of(True, 65536.0))
     assert not run.batch({weight: 1e33}).step_skipped
     assert run.scaler.get_scale() == 65536.0
 

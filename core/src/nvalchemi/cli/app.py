@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
-from nvalchemi.cli import checkpoint_show, checkpoint_verify, hooks_list
+from nvalchemi.cli import checkpoint_show, checkpoint_verify, hooks_list, hooks_new
 from nvalchemi.cli.parsers import add_group, version_action
 
 __all__ = ["ExitCode", "main"]
@@ -24,6 +24,7 @@ exit codes:
 examples:
   nvalchemi hooks list              what is installed, and whether it can be used
   nvalchemi hooks list --json       the same for a program
+  nvalchemi hooks new grad-noise    the distribution of a hook of your own, ready to be tested
   nvalchemi checkpoint show ROOT    what a checkpoint holds, and whether it would load here
   nvalchemi checkpoint verify ROOT  whether its files are what was saved
 """
@@ -79,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=version_action(), help="show the versions of the core and of its hook API")
     words = add_group(parser, "command")
     hooks = words.add_parser("hooks", help="installed hooks", description="Everything about installed hooks.")
-    hooks_list.add_to(add_group(hooks, "hooks command"))
+    about_hooks = add_group(hooks, "hooks command")
+    hooks_list.add_to(about_hooks)
+    hooks_new.add_to(about_hooks)
     checkpoint = words.add_parser("checkpoint", help="checkpoints", description="Everything about checkpoints.")
     commands = add_group(checkpoint, "checkpoint command")
     checkpoint_show.add_to(commands)

@@ -147,7 +147,7 @@ class GradientClipHook(TrainingUpdateHook):
         if math.isfinite(self.max_norm):
             for place, (divisor, _) in clipping.items():
                 window.divide(divisor, optimizer=place)
-        if self.clip_value is not None and self.reads_grad:
+        if self.clip_value is not None and self.reads_grad and not will_skip:
             self._largest = ctx.read_later(window.norm(math.inf))
             _ = ctx.grad_norm  # measured now, it stays what it is before the cut
             window.materialise()
