@@ -18,6 +18,7 @@ from nvalchemi.official import OFFICIAL_HOOKS
 
 DOORS = [
     "nvalchemi.hooks",
+    "nvalchemi.testing",
     "nvalchemi.training",
     "nvalchemi.training.hooks",
     "nvalchemi.training.checkpoint",
@@ -25,11 +26,12 @@ DOORS = [
 ]
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
+    "nvalchemi.testing": {"StepCost"},
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
         "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
-        "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "activate_hooks", "hookimpl", "list_hooks",
-        "provenance_of", "refresh_hooks",
+        "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
+        "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
     },
     "nvalchemi.training": {
         "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
@@ -41,8 +43,8 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
-        "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
+        "TrainingUpdateOrchestrator", "UpdatePriority",
     },
 }  # fmt: skip
 

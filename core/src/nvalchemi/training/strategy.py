@@ -74,6 +74,8 @@ class TrainingStrategy:
         What to validate on, and how often.
     progress : bool, optional
         Show a progress bar on standard error; by default when it is a terminal.
+    lazy : bool
+        Do not wait for the device to say whether a step was taken; see `TrainingUpdateOrchestrator`.
 
     Attributes
     ----------
@@ -119,6 +121,7 @@ class TrainingStrategy:
         devices: Any = None,
         validation: Validation | None = None,
         progress: bool | None = None,
+        lazy: bool = False,
     ) -> None:
         self.models = checked_models(models)
         self.optimizer_configs = checked_optimizer_configs(optimizer_configs, self.models)
@@ -129,7 +132,7 @@ class TrainingStrategy:
             raise TypeError(f"validation is a {type(validation).__name__}; give Validation(loader=...).")
         self.validation = validation
         self.progress = progress
-        self._assembly = assemble(hooks, priorities)
+        self._assembly = assemble(hooks, priorities, lazy=lazy)
         self.registry = self._assembly.registry
         self.orchestrator: TrainingUpdateOrchestrator = self._assembly.orchestrator
         self.devices = devices

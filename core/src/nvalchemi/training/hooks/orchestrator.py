@@ -52,6 +52,8 @@ class TrainingUpdateOrchestrator:
         Orchestrators among them are flattened. None at all is legal: zero_grad, backward and step remain.
     priorities : mapping of str to int, optional
         Other priorities, by `state_key`; see `with_priority`.
+    lazy : bool
+        Do not wait for the device at the step; see `resolve`. A composition is lazy if any part of it is.
 
     Raises
     ------
@@ -73,12 +75,17 @@ class TrainingUpdateOrchestrator:
     stage: TrainingStage | None = None
 
     def __init__(
-        self, *hooks: TrainingUpdateHook | TrainingUpdateOrchestrator, priorities: Mapping[str, int] | None = None
+        self,
+        *hooks: TrainingUpdateHook | TrainingUpdateOrchestrator,
+        priorities: Mapping[str, int] | None = None,
+        lazy: bool = False,
     ) -> None:
+        self.lazy = lazy
         self._priorities: dict[str, int] = {}
         flat: list[TrainingUpdateHook] = []
         for position, hook in enumerate(hooks):
             if isinstance(hook, TrainingUpdateOrchestrator):
+                self.lazy |= hook.lazy
                 self._priorities.update(hook._priorities)
                 flat.extend(hook._given)
             else:
@@ -250,7 +257,7 @@ class TrainingUpdateOrchestrator:
         HookConflictError
             A key that no child has: the closest is named.
         """
-        return TrainingUpdateOrchestrator(*self._given, priorities={**self._priorities, **priorities})
+        return TrainingUpdateOrchestrator(*self._given, priorities={**self._priorities, **priorities}, lazy=self.lazy)
 
     def __add__(self, other: object) -> TrainingUpdateOrchestrator:
         return TrainingUpdateOrchestrator(self, other)  # type: ignore[arg-type]

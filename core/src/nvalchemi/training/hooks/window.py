@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from nvalchemi.errors import HookConflictError, HookContractError
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto
 from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
+from nvalchemi.training.hooks.plan import AverageOffer
 from nvalchemi.training.hooks.scaling import drive
 from nvalchemi.training.unwrap import bare_module
 
 if TYPE_CHECKING:
+    from nvalchemi.hooks.protocols import UpdateExecutor
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 __all__ = ["UpdateWindow"]
@@ -48,6 +50,13 @@ class UpdateWindow:
         self._gradients: list[OptimizerGradients] | None = None
         self._grad_norm: Tensor | None = None
         self._noted: str | None = None
+        self.executors: Sequence[UpdateExecutor] = ()
+        self.offers: list[AverageOffer] = []
+
+    @property
+    def knows_grad_norm(self) -> bool:
+        """Whether `grad_norm` has been measured."""
+        return self._grad_norm is not None
 
     @property
     def gradients(self) -> list[OptimizerGradients]:
@@ -176,6 +185,19 @@ class UpdateWindow:
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
         return self.decision.read_later(tensor.detach())
+
+    def offer_average(
+        self,
+        averages: Sequence[Tensor],
+        live: Sequence[Tensor],
+        weight: float,
+        accumulators: Sequence[Tensor] | None = None,
+    ) -> AverageOffer | None:
+        """See `TrainContext.offer_average`."""
+        if not self.executors:
+            return None
+        self.offers.append(offer := AverageOffer(averages, live, weight, accumulators))
+        return offer
 
     # What the orchestrator does with it.
 
