@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
 from types import TracebackType
@@ -73,6 +73,11 @@ class HookContext:
     global_rank: int = 0
     workflow: Any = None
     _opened: list[BatchContext] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def possible_step_counts(self) -> tuple[int, ...]:
+        """What `step_count` may turn out to be."""
+        return (self.step_count,)
 
     def enter_batch_context(self, manager: AbstractContextManager[Any]) -> BatchContext:
         """Open a context that is closed when the batch ends, whatever raises.
@@ -204,8 +209,13 @@ class TrainContext(HookContext):
     @property
     def possible_step_counts(self) -> tuple[int, ...]:
         """What `step_count` may turn out to be: one number, or two while a step is pending. Nothing is resolved."""
-        known = _STEP_COUNT.__get__(self)
+        known: int = _STEP_COUNT.__get__(self)
         return (known, known + 1) if self.pending is not None and self.pending.counts_for(self) else (known,)
+
+    @property
+    def untouched_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers, for whoever does not look at their learning rates. Nothing is resolved."""
+        return _OPTIMIZERS.__get__(self)  # type: ignore[no-any-return]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -337,6 +347,19 @@ class TrainContext(HookContext):
         if self.losses:
             self.losses = {name: _detached(value) for name, value in self.losses.items()}
 
+    def when_resolved(self, follower: Callable[[TrainContext], None]) -> None:
+        """Call a function with this context: now, or once the outcome of a pending step is known. Nothing is resolved.
+
+        Examples
+        --------
+        >>> TrainContext(step_skipped=True).when_resolved(lambda ctx: print(ctx.step_skipped))
+        True
+        """
+        if self.pending is None:
+            follower(self)
+        else:
+            self.pending.then(follower)
+
     def _resolve(self) -> None:
         if self.pending is not None:
             self.pending.resolve()
@@ -385,6 +408,7 @@ def _counted_first(slot: Any) -> property:
 
 
 _STEP_COUNT: Any = HookContext.step_count
+_OPTIMIZERS: Any = TrainContext.optimizers
 for _name in ("step_skipped", "outcome", "optimizers", "lr_schedulers"):
     setattr(TrainContext, _name, _resolved_first(getattr(TrainContext, _name)))
 for _name in ("step_count", "global_step_count"):

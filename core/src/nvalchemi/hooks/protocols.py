@@ -129,6 +129,9 @@ class GradientScaler(Protocol):
 
     Whoever scales the loss does so with `scale`; gradients are then divided by `divisor`, once. A scaler without this
     protocol is driven through the public interface of ``torch.amp.GradScaler``.
+
+    A scaler that never scales by more than some number may say so in an attribute ``largest_scale`` (by default 2**64):
+    a step that is decided on the device then needs fewer checks.
     """
 
     def is_enabled(self) -> bool:
@@ -143,8 +146,11 @@ class GradientScaler(Protocol):
         At most 2**64, so that its product with a clipping factor fits float32.
         """
 
-    def close(self, found_inf: bool | None) -> None:
-        """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None)."""
+    def close(self, found_inf: bool | Tensor | None) -> None:
+        """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None).
+
+        In lazy mode it is told by a tensor: float32, 0-dim, exactly 1 (back off) or 0 (a good step).
+        """
 
 
 @runtime_checkable

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvalchemi.errors import CheckpointMismatchError
 from nvalchemi.training.rng import capture_rng, restore_rng
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks.context import TrainContext
 
 __all__ = ["DataPosition"]
 
@@ -132,9 +135,13 @@ class DataPosition:
         finally:
             self.in_batch = False
 
-    def batch_is_over(self, *, stepped: bool) -> None:
-        """Note that a batch is counted, AFTER_BATCH follows, and whether an optimizer stepped."""
-        self.in_batch, self.stepped = False, stepped
+    def batch_is_over(self) -> None:
+        """Note that a batch is counted, and AFTER_BATCH follows."""
+        self.in_batch = False
+
+    def note_step(self, ctx: TrainContext) -> None:
+        """Note whether an optimizer stepped at the latest batch, once it is known."""
+        self.stepped = not ctx.step_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data; no random number is drawn."""

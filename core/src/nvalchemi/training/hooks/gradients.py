@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,14 +42,16 @@ class OptimizerGradients:
         self.scale: Tensor | None = None  # the loss scale, while it is pending
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.holds_inf: bool | None = None  # the host's copy of `flag`, once it was read, agreed over all ranks
+        self.largest_divisor = 1.0  # what `clipped` can be at most
+        self.holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
         self.found_here = False  # the same, of this rank alone
         self.division = ""  # how pending divisors reached the optimizer, once it has stepped
-        self._flag: Tensor | None = None
+        self._peak: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
         self._divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
         self._product: Tensor | None = None  # of scale and divisor, once somebody has asked
-        self.tensors: list[Tensor] = []
+        self.with_grad: list[Tensor] = []  # the parameters that have a gradient
+        self.tensors: list[Tensor] = []  # their gradients, as dense real tensors that hold something
         self.collect()
 
     def parameters(self) -> Iterator[Tensor]:
@@ -59,27 +60,35 @@ class OptimizerGradients:
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        found = (_values(p) for p in self.parameters() if p.grad is not None)
-        self.tensors = [tensor for tensor in found if tensor.numel() > 0]
-        self._seen = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.parameters()]
+        self.with_grad = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.tensors = [tensor for tensor in map(_values, self.with_grad) if tensor.numel() > 0]
+        self.holds_any = bool(self.tensors)  # also once they are released
+        self._seen: list[tuple[Tensor, int]] = []
         self._norms.clear()
         self._divided = None
 
+    def remember(self) -> None:
+        """Note what gradients are now, so that `have_changed` can tell."""
+        self._seen = [(p.grad, p.grad._version) for p in self.with_grad if p.grad is not None]
+
     def have_changed(self) -> bool:
-        """Return whether somebody has replaced or changed a gradient since they were looked at."""
-        return any(p.grad is not grad or (grad is not None and grad._version != was) for p, grad, was in self._seen)
+        """Return whether somebody has replaced or changed a gradient since `remember`."""
+        now = [p.grad for p in self.parameters() if p.grad is not None]
+        return len(now) != len(self._seen) or any(
+            grad is not before or grad._version != version
+            for grad, (before, version) in zip(now, self._seen, strict=True)
+        )
 
     def release(self) -> None:
         """Let go of the gradients themselves."""
-        self.tensors, self._seen = [], []
+        self.tensors, self.with_grad, self._seen = [], [], []
 
-    def flag(self) -> Tensor:
-        """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
-        if self._flag is None:
-            kind = math.inf if _hold_double(self.tensors) else 2.0  # a double sum of squares can overflow
-            norm = self._raw_norm(kind)
-            self._flag = (norm - norm).ne(0).to(torch.float32)  # inf - inf and nan - nan are nan, which differs from 0
-        return self._flag
+    def peak(self) -> Tensor:
+        """Return a norm that is finite just where all gradients were when the backward pass left them: 0-dim."""
+        if self._peak is None:
+            # A double sum of squares can overflow.
+            self._peak = self._raw_norm(math.inf if _hold_double(self.tensors) else 2.0)
+        return self._peak
 
     def norm(self, kind: float) -> Tensor:
         """Return the norm of the gradients as the optimizer would see them now: 0-dim."""
@@ -97,8 +106,9 @@ class OptimizerGradients:
         norm = self.norm(2.0)
         return norm if self.clipped is None else norm * self.clipped
 
-    def divide(self, by: Tensor) -> None:
+    def divide(self, by: Tensor, at_most: float) -> None:
         """Put a divisor on the gradients, to be applied with the others."""
+        self.largest_divisor *= at_most
         self.divisor = by if self.divisor is None else self.divisor * by
         self.clipped = by if self.clipped is None else self.clipped * by
         self._product = None
@@ -108,6 +118,11 @@ class OptimizerGradients:
         if self.scale is None or self.divisor is None:
             return self.divisor if self.scale is None else self.scale
         return self.pending_product()
+
+    @property
+    def has_product(self) -> bool:
+        """Whether both loss scale and clipping factor are pending."""
+        return self.scale is not None and self.divisor is not None
 
     def pending_product(self) -> Tensor:
         """Return loss scale times clipping factor, both of which are pending."""
@@ -132,31 +147,12 @@ class OptimizerGradients:
             self._settled(self.scale)
             self.scale = self._product = None
 
-    def why_not_folded(self) -> str:
-        """Return why the optimizer cannot divide in its own pass, with the same bits; empty if it can."""
-        optimizer: Any = self.optimizer
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
-            return "the optimizer is not fused"
-        if not type(optimizer).__module__.startswith("torch.optim") or optimizer._optimizer_step_pre_hooks:
-            return "code around the optimizer's step may look at gradients"
-        if any(tensor.dtype != torch.float32 for tensor in self.tensors):
-            return "gradients are not float32"
-        return ""
-
-    @contextmanager
-    def divided_by_optimizer(self) -> Iterator[None]:
-        """Have the optimizer's step inside the block divide by what is pending."""
+    def settle_division(self) -> None:
+        """Note that the optimizer's own pass has divided everything pending out of ``.grad``."""
         pending = self.pending()
-        assert pending is not None
-        optimizer: Any = self.optimizer  # torch's fused optimizers look for this attribute, as its GradScaler sets it
-        optimizer.grad_scale = pending.to(torch.float32)
-        try:
-            yield
-        finally:
-            del optimizer.grad_scale
-        self._settled(pending)
-        self.scale = self.divisor = self._product = None
+        if pending is not None:
+            self._settled(pending)
+            self.scale = self.divisor = self._product = None
 
     def _settled(self, pending: Tensor) -> None:
         if self._norms:
@@ -206,6 +202,8 @@ def _values(parameter: Tensor) -> Tensor:
     """Return a gradient as a dense tensor of real numbers that shares its memory."""
     grad = parameter.grad
     assert grad is not None
+    if grad.layout is torch.strided and not (grad.requires_grad or grad.is_complex() or grad.is_neg()):
+        return grad
     if grad.layout is torch.sparse_coo:
         parameter.grad = grad = grad.coalesce()
         grad = grad.values()
