@@ -43,6 +43,7 @@ class StepCost(TorchDispatchMode):
 
     Examples
     --------
+    >>> import torch
     >>> with StepCost() as cost:
     ...     _ = torch.ones(8).add_(1.0).sum().item()
     >>> cost.ops, cost.bytes, cost.host_reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -70,6 +71,10 @@ class Decision:
 
     def defer_above(self, veto: Veto, number: Tensor, limit: float, *, found_inf: bool) -> None:
         """Add a veto that counts if `number` turns out to be above `limit` or nan."""
+        if number.dtype not in (torch.float32, torch.float64):
+            number = number.to(torch.float32)
+        if number.dtype == torch.float32:
+            limit = _float32(limit)  # as the device compares it
         self.deferred.append(Deferred(veto, [number], limit, found_inf))
 
     def defer_nonfinite(self, veto: Veto, peaks: list[Tensor]) -> None:
@@ -140,6 +145,10 @@ def fold_flags(
 def above(number: Tensor, limit: float) -> Tensor:
     """Return 0 if a number, 0 or above, is at most `limit`, and something else, nan perhaps, if it is above or nan."""
     return torch.threshold(number, min(limit, torch.finfo(number.dtype).max), 0.0)
+
+
+def _float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def _on_host(tensor: Tensor) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpdateWindow"]
 
-_LARGEST = torch.finfo(torch.float32).max
+_ROOMY = torch.finfo(torch.float32).max * (1 - 2.0**-16)  # also where factors and product have been rounded
 _OVERFLOW = Veto("loss scale", "loss scale times clipping factor overflows, so that gradients would be divided to zero")
 
 
@@ -398,7 +398,7 @@ class UpdateWindow:
 
     def _fits(self, gradients: OptimizerGradients) -> bool:
         """Return whether loss scale times divisor is finite whatever happens."""
-        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _LARGEST
+        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _ROOMY
 
     def _refuse_shared(self) -> None:
         if len(self.optimizers) == 1:
@@ -432,4 +432,4 @@ def _scalar(number: object, hook: object) -> Tensor:
         raise HookContractError(
             f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
         )
-    return number.detach()
+    return number.detach() if number.requires_grad else number
