@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 __all__ = ["Decision", "Reading", "Veto", "fold_flags", "read_together"]
 
@@ -43,7 +47,8 @@ class Reading:
 class Deferred(NamedTuple):
     """A veto that counts if one of some numbers on the device says so."""
 
-    veto: Veto
+    hook: TrainingUpdateHook
+    reason: str
     numbers: list[Tensor]
     limit: float | None  # what none of them may be above (nan is above it); None: what is not zero vetoes
     found_inf: bool
@@ -65,21 +70,25 @@ class Decision:
         self.deferred: list[Deferred] = []
         self._readings: list[Reading] = []
 
-    def defer(self, veto: Veto, flag: Tensor, *, found_inf: bool) -> None:
+    def defer(self, hook: TrainingUpdateHook, reason: str, flag: Tensor, *, found_inf: bool) -> None:
         """Add a veto that counts if `flag` turns out to be non-zero or nan."""
-        self.deferred.append(Deferred(veto, [flag.ne(0)], None, found_inf))  # a tensor of its own; nan differs from 0
+        self.deferred.append(
+            Deferred(hook, reason, [flag.ne(0)], None, found_inf)
+        )  # a tensor of its own; nan differs from 0
 
-    def defer_above(self, veto: Veto, number: Tensor, limit: float, *, found_inf: bool) -> None:
+    def defer_above(
+        self, hook: TrainingUpdateHook, reason: str, number: Tensor, limit: float, *, found_inf: bool
+    ) -> None:
         """Add a veto that counts if `number` turns out to be above `limit` or nan."""
         if number.dtype not in (torch.float32, torch.float64):
             number = number.to(torch.float32)
         if number.dtype == torch.float32:
             limit = _float32(limit)  # as the device compares it
-        self.deferred.append(Deferred(veto, [number], limit, found_inf))
+        self.deferred.append(Deferred(hook, reason, [number], limit, found_inf))
 
-    def defer_nonfinite(self, veto: Veto, peaks: list[Tensor]) -> None:
+    def defer_nonfinite(self, hook: TrainingUpdateHook, reason: str, peaks: list[Tensor]) -> None:
         """Add a veto that counts if one of the `peaks` of all gradients turns out not to be finite."""
-        self.deferred.append(Deferred(veto, peaks, _LARGEST, found_inf=True, nonfinite=True))
+        self.deferred.append(Deferred(hook, reason, peaks, _LARGEST, found_inf=True, nonfinite=True))
 
     def read_later(self, tensor: Tensor) -> Reading:
         """Have a tensor read along at the next `ask`."""
@@ -106,7 +115,7 @@ class Decision:
             rest = iter(values)
             for one in deferred:
                 if one.vetoes([next(rest) for _ in one.numbers]):
-                    self.vetoes.append(one.veto)
+                    self.vetoes.append(Veto(one.hook.state_key, one.reason))
                     self.found_inf |= one.found_inf
             for reading, value in zip(readings, rest, strict=True):
                 reading._take(value)
@@ -147,6 +156,7 @@ def above(number: Tensor, limit: float) -> Tensor:
     return torch.threshold(number, min(limit, torch.finfo(number.dtype).max), 0.0)
 
 
+@functools.lru_cache
 def _float32(number: float) -> float:
     return float(struct.unpack("f", struct.pack("f", number))[0])
 

@@ -65,11 +65,8 @@ class StockExecutor:
             self._kept[optimizer] = _Kept()
         return True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # lists are made anew where the optimizers are
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[StockExecutor], tuple[()]]:
+        return StockExecutor, ()  # lists are made anew where the optimizers are
 
 
 def _step_through(optimizer: Any, plan: OptimizerPlan) -> None:
@@ -88,7 +85,7 @@ class _Kept:
     """The lists of an optimizer that has stepped before, and by what one sees that they still hold."""
 
     def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
+        self._parameters: Sequence[Tensor] | None = None
         self._groups: list[dict[str, Any]] | None = None
         self._state: Mapping[Tensor, dict[str, Any]] | None = None
         self._states: list[dict[str, Any]] = []
@@ -101,8 +98,7 @@ class _Kept:
             state is self._state  # load_state_dict makes new ones
             and groups is self._groups
             and len(groups) == len(self._lists)
-            and len(parameters) == len(self._parameters)
-            and all(map(is_, parameters, self._parameters))
+            and parameters is self._parameters
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
@@ -121,7 +117,7 @@ class _Kept:
             if any(name not in one or one[name] is None for one in states for name in needed):
                 return False
             lists.append((own, states, _switches(group)))
-        self._lists, self._parameters = lists, list(parameters)
+        self._lists, self._parameters = lists, parameters
         self._groups, self._state = optimizer.param_groups, optimizer.state
         self._states = list(optimizer.state.values())
         return True

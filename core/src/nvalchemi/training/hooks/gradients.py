@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nvalchemi.training.hooks.members import Members
 
 __all__ = ["OptimizerGradients", "combine_norms"]
 
@@ -35,10 +37,13 @@ class OptimizerGradients:
     ----------
     optimizer : torch.optim.Optimizer
         Every parameter of its groups that has a gradient takes part.
+    members : Members
+        Its parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Members) -> None:
         self.optimizer = optimizer
+        self._members = members
         self.scale: Tensor | None = None  # the loss scale, while it is pending
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
@@ -54,14 +59,18 @@ class OptimizerGradients:
         self.tensors: list[Tensor] = []  # their gradients, as dense real tensors that hold something
         self.collect()
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Iterate over all parameters of the optimizer."""
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters of the optimizer."""
+        return self._members.parameters
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        self.with_grad = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.tensors = [tensor for tensor in map(_values, self.with_grad) if tensor.numel() > 0]
+        self.with_grad = self._members.with_grad()
+        self.tensors = [parameter.grad for parameter in self.with_grad]  # type: ignore[misc]  # each has one
+        if not (self._members.plain and all(map(_is_usual, self.tensors))):
+            self.tensors = [values for values in map(_values, self.with_grad) if values.numel() > 0]
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.holds_any = bool(self.tensors)  # also once they are released
         self._seen: list[tuple[Tensor, int]] = []
         self._norms.clear()
@@ -73,7 +82,7 @@ class OptimizerGradients:
 
     def have_changed(self) -> bool:
         """Return whether somebody has replaced or changed a gradient since `remember`."""
-        now = [p.grad for p in self.parameters() if p.grad is not None]
+        now = [p.grad for p in self.parameters if p.grad is not None]
         return len(now) != len(self._seen) or any(
             grad is not before or grad._version != version
             for grad, (before, version) in zip(now, self._seen, strict=True)
@@ -87,14 +96,14 @@ class OptimizerGradients:
         """Return a norm that is finite just where all gradients were when the backward pass left them: 0-dim."""
         if self._peak is None:
             # A double sum of squares can overflow.
-            self._peak = self._raw_norm(math.inf if _hold_double(self.tensors) else 2.0)
+            self._peak = self._raw_norm(math.inf if self._members.double else 2.0)
         return self._peak
 
     def norm(self, kind: float) -> Tensor:
         """Return the norm of the gradients as the optimizer would see them now: 0-dim."""
         pending = self.pending()
         norm = self._raw_norm(kind) if pending is None else self._raw_norm(kind) / pending
-        return norm if _hold_double(self.tensors) else norm.to(torch.float32)
+        return norm if self._members.double or norm.dtype == torch.float32 else norm.to(torch.float32)
 
     @property
     def knows_norm(self) -> bool:
@@ -161,18 +170,19 @@ class OptimizerGradients:
     def _raw_norm(self, kind: float) -> Tensor:
         """Return the norm of what lies in ``.grad``, pending factors included."""
         if kind not in self._norms:
-            norm = _norm(self.tensors, kind)
+            norm = _norm(self.tensors, kind, self._members.device)
             self._norms[kind] = norm if self._divided is None else norm * self._divided
         return self._norms[kind] if self._divided is None else self._norms[kind] / self._divided
 
 
-def _norm(tensors: list[Tensor], kind: float) -> Tensor:
-    norm = _norm_in(tensors, kind, exact=tensors[0].device.type == "cuda")
-    if norm.device.type == "cpu" and not _IN_RANGE[0] < _on_host(norm) < _IN_RANGE[1]:
-        norm = _norm_in(tensors, kind, exact=True)
-        peak = _on_host(_norm_in(tensors, math.inf, exact=True))
+def _norm(tensors: list[Tensor], kind: float, device: torch.device | None) -> Tensor:
+    """Return the norm of tensors, which all lie on `device` if it is given."""
+    norm = _norm_in(tensors, kind, device, exact=tensors[0].is_cuda)
+    if norm.is_cpu and not _IN_RANGE[0] < _on_host(norm) < _IN_RANGE[1]:
+        norm = _norm_in(tensors, kind, device, exact=True)
+        peak = _on_host(_norm_in(tensors, math.inf, device, exact=True))
         if not math.isfinite(_on_host(norm)) and math.isfinite(peak):  # a float64 sum of squares has overflowed
-            norm = peak * _norm_in([tensor / peak for tensor in tensors], kind, exact=True)
+            norm = peak * _norm_in([tensor / peak for tensor in tensors], kind, device, exact=True)
     return norm
 
 
@@ -181,29 +191,35 @@ def _on_host(norm: Tensor) -> float:
     return float(value)
 
 
-def _norm_in(tensors: list[Tensor], kind: float, *, exact: bool) -> Tensor:
+def _norm_in(tensors: list[Tensor], kind: float, device: torch.device | None, *, exact: bool) -> Tensor:
     """Return the norm, accumulated in float64 if `exact` (on a GPU the walk over memory hides it), else in float32."""
-    device = tensors[0].device
-    parts: list[Tensor] = []
-    for group in _by_device(tensors).values():
-        wide = _hold_double(group) or (exact and device.type != "mps")
-        accumulate = torch.float64 if wide else torch.float32
-        parts.extend(part.to(device) for part in torch._foreach_norm(group, kind, dtype=accumulate))
-    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else parts[0].dtype
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in parts]), kind)
-    return norm
+    if device is not None:
+        parts = list(torch._foreach_norm(tensors, kind, dtype=_accumulate_in(tensors, exact)))
+    else:
+        parts = [
+            part.to(tensors[0].device)
+            for group in _by_device(tensors).values()
+            for part in torch._foreach_norm(group, kind, dtype=_accumulate_in(group, exact))
+        ]
+        wide = any(part.dtype == torch.float64 for part in parts)
+        parts = [part.to(torch.float64) for part in parts] if wide else parts
+    return torch.linalg.vector_norm(torch.stack(parts), kind)  # type: ignore[no-any-return]
 
 
-def _hold_double(tensors: list[Tensor]) -> bool:
-    return any(tensor.dtype == torch.float64 for tensor in tensors)
+def _accumulate_in(tensors: list[Tensor], exact: bool) -> torch.dtype:
+    if exact and tensors[0].device.type != "mps":
+        return torch.float64
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _is_usual(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
 
 
 def _values(parameter: Tensor) -> Tensor:
     """Return a gradient as a dense tensor of real numbers that shares its memory."""
     grad = parameter.grad
     assert grad is not None
-    if grad.layout is torch.strided and not (grad.requires_grad or grad.is_complex() or grad.is_neg()):
-        return grad
     if grad.layout is torch.sparse_coo:
         parameter.grad = grad = grad.coalesce()
         grad = grad.values()

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
 
 from nvalchemi.errors import HookConflictError, HookContractError, add_hook_note
 from nvalchemi.hooks.lifecycle import HookLifecycle, close_all
@@ -17,6 +16,7 @@ from nvalchemi.training.hooks.composition import checked_hook, checked_prioritie
 from nvalchemi.training.hooks.differentiable import differentiable
 from nvalchemi.training.hooks.executor import StockExecutor
 from nvalchemi.training.hooks.explanation import Explanation, explain_hooks
+from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.pending import PendingStep
 from nvalchemi.training.hooks.stepping import StepOutcome, Waiting, attempt_step, attempt_without_waiting
 from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides, takes_part_in_step
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingUpdateOrchestrator"]
 
-_ANSWER_IGNORED = (TrainingStage.SETUP, TrainingStage.AFTER_OPTIMIZER_STEP)
-_GATED = (TrainingStage.BEFORE_BATCH, TrainingStage.DO_OPTIMIZER_STEP)
 _SKIPPED = StepOutcome(skipped=True)
 
 
@@ -105,6 +103,7 @@ class TrainingUpdateOrchestrator:
         self._transforming = self._overriding("transform_loss")
         self._voting = tuple(child for child in self._children if takes_part_in_step(child))
         self._deciding = frozenset(map(id, self._overriding("before_optimizer_step")))
+        self._whole = frozenset(id(child) for child in self._children if overrides(child, "__call__"))
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
         self._at_work: TrainingUpdateHook | None = None
@@ -113,7 +112,7 @@ class TrainingUpdateOrchestrator:
         self._outcome: StepOutcome | None = None
         self._pending: PendingStep | None = None
         self._executors = tuple(c.update_executor() for c in self._children if isinstance(c, ProvidesExecutor))
-        self._stock = StockExecutor()
+        self._stock, self._roster = StockExecutor(), Roster()
 
     # As a hook.
 
@@ -152,7 +151,10 @@ class TrainingUpdateOrchestrator:
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
         for child in self._setting_up:
-            self._call(child, ctx, TrainingStage.SETUP, False)
+            if self._begin(child, ctx):
+                child(ctx, TrainingStage.SETUP, False)
+            else:
+                child.setup(ctx)
 
     def _before_batch(self, ctx: TrainContext) -> None:
         ctx.step_skipped, ctx.outcome = False, None
@@ -163,7 +165,12 @@ class TrainingUpdateOrchestrator:
         window.begun &= window is before
         vetoed = False
         for child in self._before:
-            vetoed |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, vetoed)
+            if self._begin(child, ctx):
+                proceed = _proceed_of(child, child(ctx, TrainingStage.BEFORE_BATCH, vetoed), TrainingStage.BEFORE_BATCH)
+            else:
+                proceed = child.before_batch(ctx, will_skip=vetoed)
+            vetoed |= not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
+        self._at_work = None
         keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
             self.resolve()  # it says whether gradients are still scaled
@@ -180,7 +187,11 @@ class TrainingUpdateOrchestrator:
         try:
             for child in self._transforming:
                 ctx.loss = differentiable(loss, "the loss that was given")
-                _, loss = self._call(child, ctx, TrainingStage.DO_BACKWARD, False)
+                if self._begin(child, ctx):
+                    _, loss = _pair(child, child(ctx, TrainingStage.DO_BACKWARD, False), TrainingStage.DO_BACKWARD)
+                else:
+                    loss = child.transform_loss(ctx, ctx.loss)
+                self._at_work = None
                 loss = differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
             differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
         finally:
@@ -198,7 +209,8 @@ class TrainingUpdateOrchestrator:
         window.follow(ctx.grad_scaler)
         if not ctx.window_complete:
             for child in self._voting:
-                self._proceeds(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, True)
+                if id(child) in self._whole:
+                    self._vote_of(child, ctx, True)
             self._conclude(ctx, StepOutcome(skipped=True, window_open=True))
             return
         self._vote(ctx, window)
@@ -217,18 +229,29 @@ class TrainingUpdateOrchestrator:
                 window.resolve()
             if reads:
                 window.materialise()
-            if decides and not self._proceeds(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, window.vetoed):
+            if decides and not self._vote_of(child, ctx, window.vetoed):
                 window.veto(child)
             if reads:
                 window.reread()
-        window.voting = False
+        window.voting, self._at_work = False, None
+
+    def _vote_of(self, child: TrainingUpdateHook, ctx: TrainContext, will_skip: bool) -> bool:
+        stage = TrainingStage.DO_OPTIMIZER_STEP
+        if self._begin(child, ctx):
+            proceed = _proceed_of(child, child(ctx, stage, will_skip), stage)
+        else:
+            proceed = child.before_optimizer_step(ctx, will_skip=will_skip)
+        return _a_bool(child, proceed, stage)
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
         for child in self._after:
             if not child.defers_veto:
                 self.resolve()
             skipped = self._pending is None and self._outcome is not None and self._outcome.skipped
-            self._call(child, ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+            if self._begin(child, ctx):
+                child(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+            else:
+                child.after_optimizer_step(ctx, skipped=skipped)
         if self._pending is not None:
             self._pending.announced = True
         elif self._outcome is not None and not self._outcome.window_open:
@@ -405,32 +428,14 @@ class TrainingUpdateOrchestrator:
     def _priority(self, hook: TrainingUpdateHook) -> int:
         return self._priorities.get(hook.state_key, hook.priority)
 
-    def _call(
-        self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool
-    ) -> tuple[bool, Tensor | None]:
-        if self._pending is not None and stage is not TrainingStage.AFTER_OPTIMIZER_STEP and self._wants_to_know(child):
+    def _begin(self, child: TrainingUpdateHook, ctx: TrainContext) -> bool:
+        """Note who is at work, and return whether it is called as a whole instead of by the method of the stage."""
+        if self._pending is not None and self._pending.ctx is not ctx and self._wants_to_know(child):
             self.resolve()
         self._at_work = child
         if ctx.window is not None:
             ctx.window.begin(child)
-        answer = child(ctx, stage, will_skip)
-        if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
-            raise HookContractError(
-                f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
-            )
-        if stage not in _GATED:
-            self._at_work = None
-        return answer
-
-    def _proceeds(self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool) -> bool:
-        proceed, _ = self._call(child, ctx, stage, will_skip)
-        if type(proceed) is not bool:
-            raise HookContractError(
-                f"{type(child).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
-                "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
-            )
-        self._at_work = None
-        return proceed
+        return id(child) in self._whole
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
         if self._window is None or self._window.closed:
@@ -447,7 +452,9 @@ class TrainingUpdateOrchestrator:
         optimizers = ctx.untouched_optimizers
         for optimizer in optimizers:
             refuse_closure(type(optimizer))
-        ctx.window = self._window = UpdateWindow(optimizers, ctx.grad_scaler, self._executors, self._stock)
+        ctx.window = self._window = UpdateWindow(
+            optimizers, ctx.grad_scaler, self._executors, self._stock, self._roster
+        )
 
 
 def _refuse_mixed_scales(window: UpdateWindow | None) -> None:
@@ -468,3 +475,24 @@ def _forget_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _pair(hook: TrainingUpdateHook, answer: object, stage: TrainingStage) -> tuple[Any, Any]:
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise HookContractError(
+            f"{type(hook).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
+        )
+    return answer
+
+
+def _proceed_of(hook: TrainingUpdateHook, answer: object, stage: TrainingStage) -> object:
+    return _pair(hook, answer, stage)[0]
+
+
+def _a_bool(hook: TrainingUpdateHook, proceed: object, stage: TrainingStage) -> bool:
+    if type(proceed) is not bool:
+        raise HookContractError(
+            f"{type(hook).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
+            "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
+        )
+    return proceed

@@ -21,8 +21,8 @@ __all__ = ["HostMirror", "PendingStep"]
 class HostMirror:
     """0-dim tensors, copied to the host without waiting for the device.
 
-    On CUDA they are packed, copied into pinned memory, and an event says when they are there. What lies in the memory of
-    the host is read at once; any other device is asked when the numbers are wanted.
+    On CUDA they are packed, copied into pinned memory, and an event says when they are there. What lies in the memory
+    of the host is read at once; any other device is asked when the numbers are wanted.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from nvalchemi.training.hooks.window import UpdateWindow
 __all__ = ["OptimizerOutcome", "StepOutcome", "Waiting", "attempt_step", "attempt_without_waiting", "step_schedulers"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerOutcome:
+class OptimizerOutcome(NamedTuple):
     """What one optimizer did.
 
     Attributes
@@ -43,8 +41,7 @@ class OptimizerOutcome:
     division: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What the last optimizer-step stage came to.
 
     Attributes
@@ -72,8 +69,7 @@ class StepOutcome:
     resolution: str = "eager"
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A step that was taken under a veto on the device.
 
     Attributes

@@ -13,6 +13,7 @@ from nvalchemi.errors import HookConflictError, HookContractError
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto, fold_flags, read_together
 from nvalchemi.training.hooks.executor import StockExecutor, code_around_step, why_not_folded
 from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
+from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
 from nvalchemi.training.hooks.scaling import drive
 from nvalchemi.training.unwrap import bare_module
@@ -43,6 +44,8 @@ class UpdateWindow:
         Who is asked to carry out a step, in this order, before the core's own.
     stock : StockExecutor, optional
         The core's own, with the lists that it keeps from window to window.
+    roster : Roster, optional
+        The parameters of the optimizers, looked at once.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class UpdateWindow:
         scaler: Any = None,
         executors: Sequence[UpdateExecutor] = (),
         stock: StockExecutor | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self.optimizers = optimizers
         self.given_scaler = scaler
@@ -67,6 +71,9 @@ class UpdateWindow:
         self._measured: list[tuple[Tensor, list[OptimizerGradients]]] = []  # norms handed out, and of what they are
         self._changed = False  # a hook may have changed gradients
         self._executors, self._stock = executors, stock or StockExecutor()
+        self._roster = roster or Roster()
+        self._chosen: list[OptimizerGradients] = []
+        self._device = torch.device("cpu")
         self._offers: list[AverageOffer] = []
         self._flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
         self._resolve_pending: Callable[[], Any] | None = None
@@ -80,20 +87,28 @@ class UpdateWindow:
     def gradients(self) -> list[OptimizerGradients]:
         """What there is for each optimizer, in the order of ``ctx.optimizers``."""
         if self._gradients is None:
-            self._gradients = [OptimizerGradients(optimizer) for optimizer in self.optimizers]
+            self._gradients = [OptimizerGradients(one, self._roster.members(one)) for one in self.optimizers]
+            self._look_at_gradients()
             if self.scaler is not None:
                 self._refuse_shared()
-                for gradients in self._with_gradients():
-                    gradients.scale = self.scaler.scale_on(gradients.tensors[0].device)
+                for gradients in self._chosen:
+                    gradients.scale = self.scaler.scale_on(gradients.device)
             if not self.voting:  # plain hooks may still change them
                 for gradients in self._gradients:
                     gradients.remember()
         return self._gradients
 
+    def _look_at_gradients(self) -> None:
+        """Note which optimizers have gradients, and where norms and flags of all of them meet."""
+        self._chosen = [gradients for gradients in self._gradients or () if gradients.tensors]
+        self._device = self._chosen[0].device if self._chosen else torch.device("cpu")
+
     @property
     def device(self) -> torch.device:
         """Where norms and flags of all optimizers meet."""
-        return next((gradients.tensors[0].device for gradients in self._with_gradients()), torch.device("cpu"))
+        if self._gradients is None:
+            _ = self.gradients
+        return self._device
 
     # What hooks ask for.
 
@@ -134,7 +149,7 @@ class UpdateWindow:
         chosen = self._with_gradients(optimizer)
         self._refuse_shared()
         for gradients in chosen:
-            gradients.divide(by.to(gradients.tensors[0].device), at_most)
+            gradients.divide(by.to(gradients.device), at_most)
 
     def nonfinite(self) -> Tensor:
         """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
@@ -161,8 +176,8 @@ class UpdateWindow:
 
     def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
-        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters()}
-        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters()}
+        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters}
+        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters}
         named: dict[str, Tensor] = {}
         for key, model in models.items():
             prefix = f"{key}." if len(models) > 1 else ""
@@ -186,19 +201,19 @@ class UpdateWindow:
 
     def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto`."""
-        veto = self._deferring(reason)
-        self.decision.defer(veto, _scalar(flag, self._at_work), found_inf=found_inf)
+        hook = self._deferring(reason)
+        self.decision.defer(hook, reason, _scalar(flag, hook), found_inf=found_inf)
 
     def defer_veto_above(self, value: object, limit: float, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto_above`."""
-        veto = self._deferring(reason)
-        self.decision.defer_above(veto, _scalar(value, self._at_work), limit, found_inf=found_inf)
+        hook = self._deferring(reason)
+        self.decision.defer_above(hook, reason, _scalar(value, hook), limit, found_inf=found_inf)
 
     def defer_veto_nonfinite(self, reason: str) -> None:
         """See `TrainContext.defer_veto_nonfinite`."""
-        veto = self._deferring(reason)
+        hook = self._deferring(reason)
         peaks = [gradients.peak() for gradients in self._with_gradients()]
-        self.decision.defer_nonfinite(veto, peaks)
+        self.decision.defer_nonfinite(hook, reason, peaks)
 
     def note_veto(self, reason: str) -> None:
         """See `TrainContext.note_veto`."""
@@ -270,6 +285,7 @@ class UpdateWindow:
             if self.scaler is not None:
                 gradients.peak()
             gradients.collect()
+        self._look_at_gradients()
         self._measured.clear()
         self._changed = True
 
@@ -332,7 +348,7 @@ class UpdateWindow:
             obstacle = "the scaler unscales by itself"
         elif not (obstacle := code_around_step(optimizer)):
             divisor = None if pending is None else pending.to(torch.float32)
-            flag = veto_flag if veto_flag is None else veto_flag.to(gradients.tensors[0].device)
+            flag = veto_flag if veto_flag is None else veto_flag.to(gradients.device)
             offers = () if alone else tuple(self._offers)
             plan = OptimizerPlan(optimizer, gradients.with_grad, divisor, flag, offers)
             for executor in (*self._executors, self._stock):
@@ -371,9 +387,10 @@ class UpdateWindow:
         """Let go of the gradients, for whoever keeps the context of this window."""
         for gradients in self._gradients or ():
             gradients.release()
+        self._chosen = []
 
-    def _deferring(self, reason: str) -> Veto:
-        """Return the veto of the hook at work, which must be one that may defer it, here and now."""
+    def _deferring(self, reason: str) -> TrainingUpdateHook:
+        """Return the hook at work, which must be one that may defer a veto, here and now."""
         hook = self._at_work
         if hook is None or not hook.defers_veto:
             who = (
@@ -387,7 +404,7 @@ class UpdateWindow:
                 f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
                 "in a window that is still open (ctx.window_complete is False)."
             )
-        return Veto(hook.state_key, reason)
+        return hook
 
     def _bounded(self) -> list[OptimizerGradients]:
         """Return the gradients that are finite if no deferred veto on a norm of theirs counts."""
@@ -405,7 +422,7 @@ class UpdateWindow:
             return
         owners: dict[int, int] = {}
         for place, gradients in enumerate(self._gradients or ()):
-            for parameter in gradients.parameters():
+            for parameter in gradients.parameters:
                 if owners.setdefault(id(parameter), place) != place:
                     raise HookConflictError(
                         f"A parameter of shape {tuple(parameter.shape)} is in optimizer {owners[id(parameter)]} and "
@@ -422,8 +439,10 @@ class UpdateWindow:
     def _with_gradients(self, optimizer: int | None = None) -> list[OptimizerGradients]:
         if self._resolve_pending is not None:
             self._resolve_pending()
-        chosen = self.gradients if optimizer is None else [self.gradients[optimizer]]
-        return [gradients for gradients in chosen if gradients.tensors]
+        gradients = self.gradients
+        if optimizer is None:
+            return self._chosen
+        return [gradients[optimizer]] if gradients[optimizer].tensors else []
 
 
 def _scalar(number: object, hook: object) -> Tensor:
