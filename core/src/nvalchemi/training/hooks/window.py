@@ -63,7 +63,7 @@ class UpdateWindow:
         self.begun = True  # optimizers and scaler are known
         self.closed = False
         self.unscaled = False  # the loss scale has been taken out of some gradients
-        self.voting = False  # deferred vetoes count now
+        self.voting = self._has_voted = False  # deferred vetoes count now; they have begun to
         self._at_work: TrainingUpdateHook | None = None
         self._gradients: list[OptimizerGradients] | None = None
         self._grad_norm: Tensor | None = None
@@ -93,7 +93,7 @@ class UpdateWindow:
                 self._refuse_shared()
                 for gradients in self._chosen:
                     gradients.scale = self.scaler.scale_on(gradients.device)
-            if not self.voting:  # plain hooks may still change them
+            if not self._has_voted:  # plain hooks may still change them
                 for gradients in self._gradients:
                     gradients.remember()
         return self._gradients
@@ -263,7 +263,7 @@ class UpdateWindow:
 
     def begin_voting(self) -> None:
         """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
-        self.voting = True
+        self.voting = self._has_voted = True
         if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
             self.refresh()
 
@@ -291,8 +291,9 @@ class UpdateWindow:
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
-        numbers, take = self.ask()
-        take(read_together(numbers))
+        if self.scaler is not None or self.decision.waits:
+            numbers, take = self.ask()
+            take(read_together(numbers))
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers on which the step depends, and who takes their values once the host knows them."""
