@@ -407,8 +407,8 @@ def _counted_first(slot: Any) -> property:
     return property(read, slot.__set__)
 
 
-_STEP_COUNT: Any = HookContext.step_count
-_OPTIMIZERS: Any = TrainContext.optimizers
+_STEP_COUNT: Any = vars(HookContext)["step_count"]
+_OPTIMIZERS: Any = vars(TrainContext)["optimizers"]
 for _name in ("step_skipped", "outcome", "optimizers", "lr_schedulers"):
     setattr(TrainContext, _name, _resolved_first(getattr(TrainContext, _name)))
 for _name in ("step_count", "global_step_count"):

@@ -21,7 +21,7 @@ _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _MAKING = {"empty", "empty_like", "full", "ones", "zeros", "zeros_like"}
 
 
-class StepCost(TorchDispatchMode):
+class StepCost(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is not annotated
     """Counts the operations, the bytes and the host reads of everything that torch dispatches inside the block.
 
     An operation stands for a launch; views are free. Bytes are those that each operation reads and writes when nothing
@@ -53,7 +53,7 @@ class StepCost(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops = self.bytes = self.host_reads = 0
         self.ops_by_name: Counter[str] = Counter()
         self.bytes_by_name: Counter[str] = Counter()

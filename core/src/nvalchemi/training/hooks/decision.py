@@ -171,7 +171,8 @@ def read_together(tensors: Sequence[Tensor]) -> list[float]:
     on_host = all(tensor.device.type == "cpu" for tensor in tensors)
     if on_host or len(tensors) == 1:
         return [_on_host(tensor) for tensor in tensors]
-    return pack(tensors).tolist()  # type: ignore[no-any-return]  # a 1-dim tensor gives a list of numbers
+    numbers: list[float] = pack(tensors).tolist()
+    return numbers
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

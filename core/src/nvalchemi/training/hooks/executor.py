@@ -86,14 +86,15 @@ class _Kept:
 
     def __init__(self) -> None:
         self._parameters: Sequence[Tensor] | None = None
-        self._groups: list[dict[str, Any]] | None = None
-        self._state: Mapping[Tensor, dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._state: Mapping[Tensor, dict[str, Any]] = {}
         self._states: list[dict[str, Any]] = []
         self._lists: list[tuple[list[Tensor], list[dict[str, Any]], tuple[Any, ...]]] = []
 
     def holds(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
         """Return whether nothing has changed but numbers: settings, weights, gradients and what the state holds."""
-        state, groups = optimizer.state, optimizer.param_groups
+        state: Mapping[Tensor, dict[str, Any]] = optimizer.state
+        groups: list[dict[str, Any]] = optimizer.param_groups
         return (
             state is self._state  # load_state_dict makes new ones
             and groups is self._groups
@@ -166,7 +167,7 @@ def _adam_needs(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_adam(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Tensor | None
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
 ) -> None:
     beta1, beta2 = group["betas"]
     algorithm = adamw.adamw if group["decoupled_weight_decay"] else adam.adam
@@ -192,7 +193,7 @@ def _run_adam(
 
 
 def _run_sgd(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Tensor | None
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
 ) -> None:
     momentum = group["momentum"]
     sgd.sgd(
@@ -212,7 +213,7 @@ def _run_sgd(
 
 
 def _run_adagrad(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Tensor | None
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
 ) -> None:
     adagrad.adagrad(
         own,

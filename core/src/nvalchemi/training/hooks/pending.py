@@ -35,7 +35,7 @@ class HostMirror:
         if self._packed.device.type == "cuda":
             host = torch.empty(len(tensors), dtype=self._packed.dtype, pin_memory=True)
             self._packed = host.copy_(self._packed, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def read(self) -> list[float]:

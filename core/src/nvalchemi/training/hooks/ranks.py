@@ -44,7 +44,7 @@ class Ranks:
         device = window.device if distributed.get_backend() == "nccl" else torch.device("cpu")
         votes = torch.tensor(mine, dtype=torch.float32, device=device)
         distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
-        self.take(votes.tolist())  # type: ignore[arg-type]  # a 1-dim tensor gives a list of numbers
+        self.take(votes.tolist())
 
     def agree_on_device(
         self, common: Tensor | None, own: list[Tensor | None]

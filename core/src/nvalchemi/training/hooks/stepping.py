@@ -57,8 +57,8 @@ class StepOutcome(NamedTuple):
     window_open : bool
         More batches follow before a step is attempted.
     resolution : str
-        When the host knew: ``"eager"`` before the step, ``"lazy"`` after it, ``"at once: ..."`` with the reason why a
-        lazy update knew it before the step all the same.
+        When the host knew: ``"before the step"``, ``"lazily, after the step"``, or ``"at once: ..."`` with the reason
+        why a lazy update did not wait for somebody to ask.
     """
 
     skipped: bool
@@ -66,7 +66,7 @@ class StepOutcome(NamedTuple):
     vetoes: tuple[Veto, ...] = ()
     optimizers: tuple[OptimizerOutcome, ...] = ()
     window_open: bool = False
-    resolution: str = "eager"
+    resolution: str = "before the step"
 
 
 class Waiting(NamedTuple):
@@ -84,7 +84,7 @@ class Waiting(NamedTuple):
     finish: Callable[[], StepOutcome]
 
 
-def attempt_step(ctx: TrainContext, window: UpdateWindow, resolution: str = "eager") -> StepOutcome:
+def attempt_step(ctx: TrainContext, window: UpdateWindow, resolution: str = "before the step") -> StepOutcome:
     """Step every optimizer that may step, then their schedulers, and end the scaler's window.
 
     Parameters
@@ -140,7 +140,7 @@ def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutc
 
     def finish() -> StepOutcome:
         know()
-        return _carry_out(ctx, window, everybody, chosen, "lazy")
+        return _carry_out(ctx, window, everybody, chosen, "lazily, after the step")
 
     return Waiting(flag, finish)
 
