@@ -303,7 +303,8 @@ class TrainingUpdateOrchestrator:
             self._conclude(pending.ctx, outcome)
             try:
                 if pending.announced:
-                    self._settle(pending.ctx, outcome)
+                    with pending.as_it_was() as ctx:
+                        self._settle(ctx, outcome)
             finally:
                 pending.tell()
         return self._outcome

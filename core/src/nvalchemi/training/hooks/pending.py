@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,7 @@ class PendingStep:
         self.announced = False
         self._window: UpdateWindow | None = window
         self._waiting, self._resolve = waiting, resolve
+        self._batches = ctx.batch_count, ctx.epoch_step_count
         self._counting: list[TrainContext] = []
         self._followers: list[Callable[[TrainContext], None]] = []
 
@@ -87,6 +89,17 @@ class PendingStep:
         window.await_outcome(None, None)
         self.ctx.pending = None
         return self._waiting.finish()
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[TrainContext]:
+        """Give the context with the counts of batches as they were at the step, for hooks that learn of it later."""
+        ctx = self.ctx
+        later = ctx.batch_count, ctx.epoch_step_count
+        ctx.batch_count, ctx.epoch_step_count = self._batches
+        try:
+            yield ctx
+        finally:
+            ctx.batch_count, ctx.epoch_step_count = later
 
     def count_for(self, ctx: TrainContext) -> None:
         """Have the step counts of a context depend on this step."""
