@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from typing import Any
@@ -17,6 +18,7 @@ _FREE = {"alias", "as_strided", "detach", "expand", "permute", "reshape", "selec
     "transpose", "unsqueeze", "view", "view_as_real", "_unsafe_view", "_record_function_enter_new",
     "_record_function_exit",
 }  # fmt: skip
+_TORCH = os.path.dirname(torch.__file__)
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _MAKING = {"empty", "empty_like", "full", "ones", "zeros", "zeros_like"}
 
@@ -106,5 +108,6 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _site() -> str:
-    frames = [frame for frame in traceback.extract_stack()[:-2] if "_python_dispatch" not in frame.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}"
+    """Return the latest line that is neither torch's nor of this module."""
+    outside = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_TORCH, __file__, "<"))]
+    return f"{outside[-1].filename}:{outside[-1].lineno} {outside[-1].line}" if outside else ""
