@@ -56,9 +56,7 @@ class Deferred(NamedTuple):
 
     def vetoes(self, values: Sequence[float]) -> bool:
         """Return whether the numbers, now on the host, veto."""
-        if self.limit is None:
-            return any(value != 0 for value in values)
-        return not all(value <= self.limit for value in values)
+        return any(value != 0 if self.limit is None else not value <= self.limit for value in values)
 
 
 class Decision:
@@ -111,17 +109,20 @@ class Decision:
         readings = [reading for reading in self._readings if reading._tensor is not None]
         self._readings = []
 
+        numbers = [number for one in deferred for number in one.numbers]
+
         def take(values: Sequence[float]) -> None:
-            rest = iter(values)
+            place = 0
             for one in deferred:
-                if one.vetoes([next(rest) for _ in one.numbers]):
+                end = place + len(one.numbers)
+                if one.vetoes(values[place:end]):
                     self.vetoes.append(Veto(one.hook.state_key, one.reason))
                     self.found_inf |= one.found_inf
-            for reading, value in zip(readings, rest, strict=True):
-                reading._take(value)
+                place = end
+            for reading, value in zip(readings, values[place:], strict=True):
+                reading._take(float(value))
 
-        numbers = [number for one in deferred for number in one.numbers]
-        return [*numbers, *(reading._tensor for reading in readings if reading._tensor is not None)], take
+        return numbers + [reading._tensor for reading in readings if reading._tensor is not None], take
 
 
 def fold_flags(
@@ -161,16 +162,10 @@ def _float32(number: float) -> float:
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
-def _on_host(tensor: Tensor) -> float:
-    number: float = tensor.tolist()  # type: ignore[assignment]  # a 0-dim tensor gives a number
-    return float(number)
-
-
 def read_together(tensors: Sequence[Tensor]) -> list[float]:
     """Return 0-dim tensors as floats, with one wait for the device however many they are."""
-    on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-    if on_host or len(tensors) == 1:
-        return [_on_host(tensor) for tensor in tensors]
+    if len(tensors) == 1 or all(tensor.is_cpu for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]  # type: ignore[misc]  # a 0-dim tensor gives a number
     numbers: list[float] = pack(tensors).tolist()
     return numbers
 

@@ -12,6 +12,8 @@ from nvalchemi.training.hooks.window import UpdateWindow
 
 __all__ = ["Ranks"]
 
+_AVAILABLE = distributed.is_available()
+
 
 class Ranks:
     """What the ranks agree on in one window, in one collective that every one of them enters.
@@ -26,7 +28,7 @@ class Ranks:
 
     def __init__(self, window: UpdateWindow) -> None:
         self._window = window
-        self.several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        self.several = _AVAILABLE and distributed.is_initialized() and distributed.get_world_size() > 1
         self.votes: tuple[Tensor, ...] = ()  # vetoed, found inf, and whether each optimizer's gradients hold inf
 
     def why_at_once(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from nvalchemi.hooks.protocols import GradientScaler
 from nvalchemi.training.hooks.gradients import OptimizerGradients
 
 __all__ = ["ScalerDriver", "drive"]
+
+
+_KNOWN: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 class ScalerDriver(Protocol):
@@ -40,7 +44,14 @@ def drive(scaler: Any) -> ScalerDriver | None:
     """Return who drives `scaler` through one window; None if nothing is scaled."""
     if scaler is None or not scaler.is_enabled():
         return None
-    return _Folding(scaler) if isinstance(scaler, GradientScaler) else _TorchInterface(scaler)
+    return _Folding(scaler) if _folds(type(scaler), scaler) else _TorchInterface(scaler)
+
+
+def _folds(kind: type, scaler: object) -> bool:
+    """Return whether a scaler has the protocol; looked up once a class, for the look-up is slow."""
+    if kind not in _KNOWN:
+        _KNOWN[kind] = isinstance(scaler, GradientScaler)
+    return _KNOWN[kind]
 
 
 class _Folding:

@@ -165,29 +165,24 @@ def _carry_out(
     resolution: str,
 ) -> StepOutcome:
     """Step who may step, those apart who have stepped under a veto on the device, and report."""
-    reasons = [_why_not(window, gradients) for gradients in everybody]
-    for gradients, reason in zip(everybody, reasons, strict=True):
-        taken_along = any(gradients is one for one in done)
-        if taken_along and reason:
+    reports, moved, found_inf = [], [], window.decision.found_inf
+    for gradients in everybody:
+        reason = _why_not(window, gradients)
+        if reason:
             gradients.division = ""
-        elif taken_along:
-            window.settle_division(gradients)
-        elif not reason:
-            window.step(gradients)
-    moved = [gradients.optimizer for gradients, reason in zip(everybody, reasons, strict=True) if not reason]
-    step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
-    found_inf = window.decision.found_inf or any(gradients.holds_inf for gradients in everybody)
+        else:
+            moved.append(gradients.optimizer)
+            if any(gradients is one for one in done):
+                window.settle_division(gradients)
+            else:
+                window.step(gradients)
+        found_inf |= bool(gradients.holds_inf)
+        reports.append(OptimizerOutcome(type(gradients.optimizer).__name__, not reason, reason, gradients.division))
+    if ctx.lr_schedulers:
+        step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
     window.close(True if found_inf else False if moved else None)
-    return StepOutcome(
-        skipped=not moved,
-        found_inf=found_inf,
-        vetoes=tuple(window.decision.vetoes),
-        optimizers=tuple(
-            OptimizerOutcome(type(g.optimizer).__name__, not reason, reason, g.division)
-            for g, reason in zip(everybody, reasons, strict=True)
-        ),
-        resolution=resolution,
-    )
+    vetoes = tuple(window.decision.vetoes)
+    return StepOutcome(not moved, found_inf, vetoes, tuple(reports), resolution=resolution)
 
 
 def _why_not(window: UpdateWindow, gradients: OptimizerGradients) -> str:

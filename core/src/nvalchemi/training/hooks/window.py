@@ -58,7 +58,7 @@ class UpdateWindow:
     ) -> None:
         self.optimizers = optimizers
         self.given_scaler = scaler
-        self.scaler = drive(scaler)
+        self.scaler = drive(scaler) if scaler is not None else None
         self.decision = Decision()
         self.begun = True  # optimizers and scaler are known
         self.closed = False
@@ -246,7 +246,9 @@ class UpdateWindow:
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
-        self.optimizers, self.given_scaler, self.scaler = optimizers, scaler, drive(scaler)
+        self.optimizers = optimizers
+        if scaler is not self.given_scaler:
+            self.given_scaler, self.scaler = scaler, drive(scaler)
         self.begun = True
 
     def follow(self, scaler: Any) -> None:
