@@ -18,19 +18,19 @@ from nvalchemi.official import OFFICIAL_HOOKS
 
 DOORS = [
     "nvalchemi.hooks",
+    "nvalchemi.testing",
     "nvalchemi.training",
     "nvalchemi.training.hooks",
     "nvalchemi.training.checkpoint",
     "nvalchemi.hooks.plugins",
-    "nvalchemi.testing",
 ]
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
         "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
-        "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "activate_hooks", "hookimpl", "list_hooks",
-        "provenance_of", "refresh_hooks",
+        "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
+        "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
     },
     "nvalchemi.training": {
         "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
@@ -42,12 +42,12 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook", "TrainingUpdateOrchestrator",
-        "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
+        "TrainingUpdateOrchestrator", "UpdatePriority",
     },
     "nvalchemi.testing": {
         "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",
-        "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches", "tiny_strategy",
+        "StepCost", "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches", "tiny_strategy",
     },
 }  # fmt: skip
 

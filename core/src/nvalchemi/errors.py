@@ -154,7 +154,8 @@ def add_hook_note(error: BaseException, hook: object, stage: Any, ctx: Any) -> N
         return
     origin = provenance_of(hook)
     source = f"{origin.distribution} {origin.version}" if origin else "no installed distribution"
+    counts = getattr(ctx, "possible_step_counts", None) or (getattr(ctx, "step_count", "?"),)  # nothing is resolved now
     error.add_note(
         f"In hook {type(hook).__name__} ({source}), stage {getattr(stage, 'name', stage)}, "
-        f"step {getattr(ctx, 'step_count', '?')}."
+        f"step {' or '.join(map(str, counts))}."
     )

@@ -105,7 +105,7 @@ def test_looking_reads_the_loss_now_and_then_only(terminal):
     terminal()
     with RunProgress(1000, 0, None) as progress:
         for done in range(1000):
-            progress.advance(Context(), done)
+            progress.advance(Context(), lambda done=done: done)
     assert 1 <= len(reads) <= 4
 
 

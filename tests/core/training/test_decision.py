@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvalchemi.training import TrainingStage
-from nvalchemi.training.hooks import AlwaysVeto, PassThrough, TrainingUpdateHook, decision
+from nvalchemi.training.hooks import AlwaysVeto, PassThrough, TrainingUpdateHook, decision, window
 
 NAN = float("nan")
 
@@ -86,7 +86,8 @@ def reads(monkeypatch):
             counts.append(len(tensors))
         return real(tensors)
 
-    monkeypatch.setattr(decision, "read_together", counting)
+    for module in (decision, window):
+        monkeypatch.setattr(module, "read_together", counting)
     return counts
 
 

@@ -199,7 +199,7 @@ def test_the_training_thread_makes_one_copy_of_the_state(root, strategy, gate):
     made.train_batch(torch.ones(1, 300))
     state = [made.models["main"].weight, *made.optimizers[0].state[made.models["main"].weight].values()]
     with hook:
-        made.step_count += 1
+        made._steps.add(1)
         with Copied() as copied:
             hook(TrainContext(step_count=made.step_count, workflow=made), TrainingStage.AFTER_BATCH)
         hook.flush()

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemi_hooks_grad_clip.kernels import clamp_, clip_divisor, first_nonfinite, reference
+from nvalchemi_hooks_grad_clip.kernels import (
+    clamp_,
+    clip_divisor,
+    first_nonfinite,
+    largest_divisor,
+    largest_usable,
+    reference,
+)
 
 numbers = st.floats(min_value=-1e6, max_value=1e6, width=32)
 anything = st.floats(width=32)
@@ -28,28 +35,30 @@ def test_dividing_and_cutting_equals_the_equation(values, max_norm, norm_type, c
     tensors = [torch.tensor(row, dtype=torch.float64) for row in values]
     expected, vetoed = reference.clip(tensors, max_norm, norm_type, clip_value)
     norm = torch.tensor(reference.vector_norm(tensors, norm_type), dtype=torch.float64)
-    divisor, unusable = clip_divisor(norm, max_norm, norm_type)
+    divisor = clip_divisor(norm, max_norm)
+    assert divisor <= largest_divisor(torch.float64, max_norm, norm_type)
     for tensor in tensors:
         tensor.div_(divisor)
-    clamp_(tensors, clip_value, unless=unusable)
-    assert bool(unusable) is vetoed is False
+    clamp_(tensors, clip_value, unless=torch.tensor(False))
+    assert (norm.item() <= largest_usable(torch.float64, max_norm, norm_type)) is not vetoed
+    assert not vetoed
     torch.testing.assert_close(tensors, expected, rtol=1e-12, atol=0.0)
 
 
 @settings(max_examples=80, deadline=None)
 @given(values=lists_of(anything), norm_type=orders)
 def test_what_cannot_be_used_is_told_and_left_alone(values, norm_type):
-    """On any float32 values flag and reference agree, and unusable gradients keep every bit."""
+    """On any float32 values limit and reference agree, and unusable gradients keep every bit."""
     tensors = [torch.tensor(row) for row in values]
     before = [tensor.clone() for tensor in tensors]
     _, vetoed = reference.clip(tensors, 1.0, norm_type)
     norm = torch.tensor(reference.vector_norm(tensors, norm_type), dtype=torch.float32)
-    divisor, unusable = clip_divisor(norm, 1.0, norm_type)
-    assert unusable.item() is vetoed
+    divisor = clip_divisor(norm, 1.0)
+    assert norm.le(largest_usable(torch.float32, 1.0, norm_type)).item() is not vetoed
     assert divisor.isfinite()
     assert divisor == 1.0 or norm.isfinite()
     if vetoed:
-        clamp_(tensors, 0.5, unless=unusable)
+        clamp_(tensors, 0.5, unless=torch.tensor(True))
         torch.testing.assert_close(tensors, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -74,16 +83,15 @@ def test_large_elements_are_finite_in_every_dtype():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sum_of_squares_overflows_above_the_root_of_the_largest_number(dtype):
-    """At the root of the largest number of the norm's dtype the flag turns from False to True."""
+    """The limit is the root of the largest number of the norm's dtype, or that number itself for a maximum."""
     root = math.sqrt(torch.finfo(dtype).max)
-    assert clip_divisor(torch.tensor(root * 0.999, dtype=dtype), 1.0)[1].item() is False
-    assert clip_divisor(torch.tensor(root * 1.001, dtype=dtype), 1.0)[1].item() is True
-    assert clip_divisor(torch.tensor(root * 1.001, dtype=dtype), 1.0, math.inf)[1].item() is False
+    assert root * 0.999 < largest_usable(dtype, 1.0) < root * 1.001
+    assert largest_usable(dtype, 1.0, math.inf) == torch.finfo(dtype).max
 
 
 def test_the_divisor_keeps_the_precision_of_the_norm():
     """A double norm gives a double divisor."""
-    divisor, _ = clip_divisor(torch.tensor(0.1, dtype=torch.float64), 1e-3)
+    divisor = clip_divisor(torch.tensor(0.1, dtype=torch.float64), 1e-3)
     assert divisor.dtype == torch.float64
     assert divisor.item() == pytest.approx((0.1 + 1e-6) / 1e-3, rel=1e-15)
 

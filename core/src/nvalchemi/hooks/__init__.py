@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.protocols import GradientScaler as GradientScaler
     from nvalchemi.hooks.protocols import Hook as Hook
     from nvalchemi.hooks.protocols import ProvidesAveragedModel as ProvidesAveragedModel
+    from nvalchemi.hooks.protocols import ProvidesExecutor as ProvidesExecutor
     from nvalchemi.hooks.protocols import ProvidesInferenceContext as ProvidesInferenceContext
     from nvalchemi.hooks.protocols import RunsOnStage as RunsOnStage
+    from nvalchemi.hooks.protocols import UpdateExecutor as UpdateExecutor
     from nvalchemi.hooks.registry import HookRegistry as HookRegistry
     from nvalchemi.metadata import Provenance as Provenance
     from nvalchemi.metadata import provenance_of as provenance_of
@@ -52,9 +54,11 @@ __getattr__, __dir__ = door(
         "HookState": "nvalchemi.hooks.plugins.catalog",
         "Provenance": "nvalchemi.metadata",
         "ProvidesAveragedModel": "nvalchemi.hooks.protocols",
+        "ProvidesExecutor": "nvalchemi.hooks.protocols",
         "ProvidesInferenceContext": "nvalchemi.hooks.protocols",
         "RunsOnStage": "nvalchemi.hooks.protocols",
         "TrainContext": "nvalchemi.hooks.context",
+        "UpdateExecutor": "nvalchemi.hooks.protocols",
         "activate_hooks": "nvalchemi.hooks.plugins.activation",
         "hookimpl": "nvalchemi.hooks.plugins.markers",
         "list_hooks": "nvalchemi.hooks.plugins.catalog",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
 from types import TracebackType
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nvalchemi.training.hooks.decision import Reading
+    from nvalchemi.training.hooks.pending import PendingStep
+    from nvalchemi.training.hooks.plan import AverageOffer
     from nvalchemi.training.hooks.stepping import StepOutcome
     from nvalchemi.training.hooks.window import UpdateWindow
 
@@ -71,6 +73,11 @@ class HookContext:
     global_rank: int = 0
     workflow: Any = None
     _opened: list[BatchContext] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def possible_step_counts(self) -> tuple[int, ...]:
+        """What `step_count` may turn out to be."""
+        return (self.step_count,)
 
     def enter_batch_context(self, manager: AbstractContextManager[Any]) -> BatchContext:
         """Open a context that is closed when the batch ends, whatever raises.
@@ -164,6 +171,9 @@ class TrainContext(HookContext):
         From AFTER_OPTIMIZER_STEP on: who vetoed and why, and which optimizer stepped.
     window : UpdateWindow, optional
         The arithmetic of this window on its gradients; there once an orchestrator has seen the batch.
+    pending : PendingStep, optional
+        In lazy mode: the step whose outcome the host has not asked for yet, this batch's own or the one before. Reading
+        `step_skipped`, `outcome`, `optimizers`, `lr_schedulers`, or a step count that depends on it, resolves it.
 
     Examples
     --------
@@ -190,10 +200,22 @@ class TrainContext(HookContext):
     step_skipped: bool = False
     outcome: StepOutcome | None = None
     window: UpdateWindow | None = field(default=None, repr=False)
+    pending: PendingStep | None = field(default=None, repr=False)
 
     def __post_init__(self, model: nn.Module | None = None) -> None:
         if model is not None:
             self.models = {"main": model, **self.models}
+
+    @property
+    def possible_step_counts(self) -> tuple[int, ...]:
+        """What `step_count` may turn out to be: one number, or two while a step is pending. Nothing is resolved."""
+        known: int = _STEP_COUNT.__get__(self)
+        return (known, known + 1) if self.pending is not None and self.pending.counts_for(self) else (known,)
+
+    @property
+    def untouched_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers, for whoever does not look at their learning rates. Nothing is resolved."""
+        return _OPTIMIZERS.__get__(self)  # type: ignore[no-any-return]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -208,7 +230,9 @@ class TrainContext(HookContext):
         RuntimeError
             No orchestrator has seen this batch yet.
         """
-        return self._window("gradients").named_gradients(self.models)
+        window = self._window("gradients")
+        self._resolve()  # after a step, whether they are divided depends on the veto
+        return window.named_gradients(self.models)
 
     @property
     def grad_norm(self) -> Tensor:
@@ -219,7 +243,10 @@ class TrainContext(HookContext):
         RuntimeError
             No orchestrator has seen this batch yet.
         """
-        return self._window("grad_norm").grad_norm
+        window = self._window("grad_norm")
+        if not window.knows_grad_norm:
+            self._resolve()
+        return window.grad_norm
 
     @property
     def veto_flag(self) -> Tensor | None:
@@ -244,6 +271,51 @@ class TrainContext(HookContext):
             The flag is not a 0-dim tensor, or the hook at work does not declare ``defers_veto``.
         """
         self._window("defer_veto").defer_veto(flag, reason, found_inf=found_inf)
+
+    def defer_veto_above(self, value: Tensor, limit: float, reason: str, *, found_inf: bool = False) -> None:
+        """Ask for a veto if `value` turns out to be above `limit`, or nan; otherwise as `defer_veto`.
+
+        The comparison costs an operation only where the decision stays on the device.
+
+        Parameters
+        ----------
+        value : torch.Tensor
+            0-dim, floating, at least 0 or nan, and not changed in place afterwards.
+        limit : float
+            At least 0 and finite; the largest value that is no veto.
+        reason, found_inf
+            As for `defer_veto`.
+        """
+        self._window("defer_veto_above").defer_veto_above(value, limit, reason, found_inf=found_inf)
+
+    def defer_veto_nonfinite(self, reason: str) -> None:
+        """Ask for a veto if any gradient holds an inf or a nan; otherwise as `defer_veto` with ``found_inf=True``.
+
+        It comes out of the norm of the gradients, which is measured once whoever asks.
+        """
+        self._window("defer_veto_nonfinite").defer_veto_nonfinite(reason)
+
+    def offer_average(
+        self,
+        averages: Sequence[Tensor],
+        live: Sequence[Tensor],
+        weight: float,
+        accumulators: Sequence[Tensor] | None = None,
+    ) -> AverageOffer | None:
+        """Offer, in ``before_optimizer_step``, an average that an executor may update in the pass of the step.
+
+        Parameters
+        ----------
+        averages, live, weight, accumulators
+            See `nvalchemi.training.hooks.AverageOffer`.
+
+        Returns
+        -------
+        AverageOffer or None
+            Whether it was taken stands in ``taken`` from ``after_optimizer_step`` on; if it was not, the hook averages
+            by itself. None where no hook brings an executor, so that nobody would take it.
+        """
+        return self._window("offer_average").offer_average(averages, live, weight, accumulators)
 
     def note_veto(self, reason: str) -> None:
         """Give the reason of the veto that the hook at work is about to return."""
@@ -275,6 +347,23 @@ class TrainContext(HookContext):
         if self.losses:
             self.losses = {name: _detached(value) for name, value in self.losses.items()}
 
+    def when_resolved(self, follower: Callable[[TrainContext], None]) -> None:
+        """Call a function with this context: now, or once the outcome of a pending step is known. Nothing is resolved.
+
+        Examples
+        --------
+        >>> TrainContext(step_skipped=True).when_resolved(lambda ctx: print(ctx.step_skipped))
+        True
+        """
+        if self.pending is None:
+            follower(self)
+        else:
+            self.pending.then(follower)
+
+    def _resolve(self) -> None:
+        if self.pending is not None:
+            self.pending.resolve()
+
     def _window(self, asked: str) -> UpdateWindow:
         if self.window is None:
             raise RuntimeError(
@@ -294,3 +383,33 @@ def _main_model(ctx: TrainContext) -> nn.Module | None:
 
 # `model` is an argument of the context, and afterwards whatever `models` holds: a hook may replace it at SETUP.
 TrainContext.model = property(_main_model)  # type: ignore[assignment, misc]
+
+
+def _resolved_first(slot: Any) -> property:
+    """Return a property over the slot of a field that resolves a pending step before the field is read."""
+
+    def read(ctx: TrainContext) -> Any:
+        if ctx.pending is not None:
+            ctx.pending.resolve()
+        return slot.__get__(ctx)
+
+    return property(read, slot.__set__)
+
+
+def _counted_first(slot: Any) -> property:
+    """Return the same for a count of steps, which a step of this batch does not change before it is counted."""
+
+    def read(ctx: TrainContext) -> Any:
+        if ctx.pending is not None and ctx.pending.counts_for(ctx):
+            ctx.pending.resolve()
+        return slot.__get__(ctx)
+
+    return property(read, slot.__set__)
+
+
+_STEP_COUNT: Any = vars(HookContext)["step_count"]
+_OPTIMIZERS: Any = vars(TrainContext)["optimizers"]
+for _name in ("step_skipped", "outcome", "optimizers", "lr_schedulers"):
+    setattr(TrainContext, _name, _resolved_first(getattr(TrainContext, _name)))
+for _name in ("step_count", "global_step_count"):
+    setattr(TrainContext, _name, _counted_first(getattr(TrainContext, _name)))

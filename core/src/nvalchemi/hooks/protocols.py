@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from nvalchemi.training.hooks.plan import OptimizerPlan
+
 
 __all__ = [
     "CheckpointableHook",
@@ -20,8 +22,10 @@ __all__ = [
     "GradientScaler",
     "Hook",
     "ProvidesAveragedModel",
+    "ProvidesExecutor",
     "ProvidesInferenceContext",
     "RunsOnStage",
+    "UpdateExecutor",
 ]
 
 
@@ -125,6 +129,9 @@ class GradientScaler(Protocol):
 
     Whoever scales the loss does so with `scale`; gradients are then divided by `divisor`, once. A scaler without this
     protocol is driven through the public interface of ``torch.amp.GradScaler``.
+
+    A scaler that never scales by more than some number may say so in an attribute ``largest_scale`` (by default 2**64):
+    a step that is decided on the device then needs fewer checks.
     """
 
     def is_enabled(self) -> bool:
@@ -139,5 +146,28 @@ class GradientScaler(Protocol):
         At most 2**64, so that its product with a clipping factor fits float32.
         """
 
-    def close(self, found_inf: bool | None) -> None:
-        """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None)."""
+    def close(self, found_inf: bool | Tensor | None) -> None:
+        """End the window, exactly once: back off (True), count a good step (False), or stay as it is (None).
+
+        In lazy mode it is told by a tensor: float32, 0-dim, exactly 1 (back off) or 0 (a good step).
+        """
+
+
+@runtime_checkable
+class UpdateExecutor(Protocol):
+    """Who carries out the step of one optimizer, in as few passes over memory as it can.
+
+    It must give what ``optimizer.step()`` gives on divided gradients, to the rounding it documents, and keep the
+    optimizer's own state: step counters and moments stay where a checkpoint looks for them.
+    """
+
+    def execute(self, plan: OptimizerPlan) -> bool:
+        """Carry out the whole plan and return True, or change nothing and return False: the next one is asked."""
+
+
+@runtime_checkable
+class ProvidesExecutor(Protocol):
+    """An update hook that brings an executor; it is asked once, when it is composed, before the core's own."""
+
+    def update_executor(self) -> UpdateExecutor:
+        """Return the executor."""

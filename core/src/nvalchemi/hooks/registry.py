@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nvalchemi.errors import HookRegistrationError, add_hook_note
+from nvalchemi.hooks.context import HookContext
 from nvalchemi.hooks.lifecycle import HookLifecycle
 from nvalchemi.hooks.protocols import Hook, RunsOnStage
 
@@ -184,10 +185,16 @@ class _Throttled:
         self.last: dict[Enum, int] = {}
 
     def __call__(self, ctx: Any, stage: Enum) -> None:
+        possible = ctx.possible_step_counts if isinstance(ctx, HookContext) else (ctx.step_count,)
+        if not any(self._is_due(count, stage) for count in possible):
+            return  # whatever a pending step comes to
         count = ctx.step_count
-        if count % self._every == 0 and self.last.get(stage) != count:
+        if self._is_due(count, stage):
             self.last[stage] = count
             self._hook(ctx, stage)
+
+    def _is_due(self, count: int, stage: Enum) -> bool:
+        return count % self._every == 0 and self.last.get(stage) != count
 
 
 def _name(hook: object) -> str:

@@ -18,6 +18,7 @@ from nvalchemi._lazy import door
 
 if TYPE_CHECKING:
     from nvalchemi.testing.conformance import HookConformance as HookConformance
+    from nvalchemi.testing.counters import StepCost as StepCost
     from nvalchemi.testing.doubles import AccumulatingHook as AccumulatingHook
     from nvalchemi.testing.doubles import FailingHook as FailingHook
     from nvalchemi.testing.doubles import LossFactorHook as LossFactorHook
@@ -40,6 +41,7 @@ __getattr__, __dir__ = door(
         "HookConformance": "nvalchemi.testing.conformance",
         "LossFactorHook": "nvalchemi.testing.doubles",
         "RecordingHook": "nvalchemi.testing.doubles",
+        "StepCost": "nvalchemi.testing.counters",
         "TinyModel": "nvalchemi.testing.tiny",
         "UpdateLoop": "nvalchemi.testing.loop",
         "VetoingHook": "nvalchemi.testing.doubles",

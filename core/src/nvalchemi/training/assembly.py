@@ -50,7 +50,7 @@ class Assembly:
         return named
 
 
-def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
+def assemble(hooks: object, priorities: Mapping[str, int] | None, *, lazy: bool = False) -> Assembly:
     """Activate hooks by name, gather the update hooks in one orchestrator, and register everything.
 
     Parameters
@@ -59,6 +59,8 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
         See `nvalchemi.hooks.activate_hooks`.
     priorities : mapping of str to int, optional
         See `TrainingUpdateOrchestrator.with_priority`.
+    lazy : bool
+        The orchestrator is to be lazy, also if the one that was given is not.
 
     Raises
     ------
@@ -68,7 +70,7 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
         A ``ValueError``: a plain hook that the registry refuses.
     """
     activated = activate_hooks(hooks)
-    orchestrator = _orchestrator(activated, priorities)
+    orchestrator = _orchestrator(activated, priorities, lazy)
     registry = HookRegistry(TrainingStage, slots=_SLOTS, owners_last=(TrainingStage.SETUP,))
     for one in activated:
         if not isinstance(one.hook, TrainingUpdateHook | TrainingUpdateOrchestrator):
@@ -79,21 +81,23 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None) -> Assembly:
     return Assembly(registry, orchestrator, tuple(activated))
 
 
-def _orchestrator(activated: list[ActivatedHook], priorities: Mapping[str, int] | None) -> TrainingUpdateOrchestrator:
+def _orchestrator(
+    activated: list[ActivatedHook], priorities: Mapping[str, int] | None, lazy: bool
+) -> TrainingUpdateOrchestrator:
     composed = [one.hook for one in activated if isinstance(one.hook, TrainingUpdateOrchestrator)]
     if len(composed) > 1:
         raise HookConflictError(
             f"{len(composed)} orchestrators were given, but a strategy has one; compose them with +: first + second."
         )
     bare = [(one.hook, one.label) for one in activated if isinstance(one.hook, TrainingUpdateHook)]
-    if composed and not bare:
-        return composed[0].with_priority(priorities) if priorities else composed[0]
+    if composed and not bare and not priorities and composed[0].lazy >= lazy:
+        return composed[0]
     labels = [(hook, hook.label) for hook, _ in bare]
     for hook, label in bare:
         if label is not None:
             hook.labelled(label)
     try:
-        return TrainingUpdateOrchestrator(*composed, *(hook for hook, _ in bare), priorities=priorities)
+        return TrainingUpdateOrchestrator(*composed, *(hook for hook, _ in bare), priorities=priorities, lazy=lazy)
     except (TypeError, ValueError):  # refused: the hooks get back the labels they came with
         for hook, label in labels:
             hook.labelled(label)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader
 from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning
 from nvalchemi.training.plain import host_copy
 from nvalchemi.training.rng import capture_rng, random_numbers_kept, restore_rng
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks.context import TrainContext
 
 __all__ = ["DataPosition"]
 
@@ -149,9 +152,13 @@ class DataPosition:
         finally:
             self.in_batch = False
 
-    def batch_is_over(self, *, stepped: bool) -> None:
-        """Note that a batch is counted, AFTER_BATCH follows, and whether an optimizer stepped."""
-        self.in_batch, self.torn, self.stepped = False, False, stepped
+    def batch_is_over(self) -> None:
+        """Note that a batch is counted, and AFTER_BATCH follows."""
+        self.in_batch = self.torn = False
+
+    def note_step(self, ctx: TrainContext) -> None:
+        """Note whether an optimizer stepped at the latest batch, once it is known."""
+        self.stepped = not ctx.step_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data; no random number is drawn."""

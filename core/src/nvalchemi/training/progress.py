@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -33,7 +34,7 @@ class RunProgress:
 
     def __init__(self, total: int | None, done: int, shown: bool | None) -> None:
         self._bar: Progress | None = None
-        self._latest: tuple[int, Tensor | None, int] = (0, None, done)
+        self._latest: tuple[int, Tensor | None, Callable[[], int]] = (0, None, lambda: done)
         self._next_look = 0.0
         if sys.stderr.isatty() if shown is None else shown:
             from rich.console import Console
@@ -43,8 +44,8 @@ class RunProgress:
             self._bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
             self._task = self._bar.add_task("training", total=total, completed=done, loss="")
 
-    def advance(self, ctx: TrainContext, done: int) -> None:
-        """Show how far the run has come, every now and then."""
+    def advance(self, ctx: TrainContext, done: Callable[[], int]) -> None:
+        """Show how far the run has come, every now and then; `done` is asked only then."""
         self._latest = (ctx.epoch, ctx.loss, done)
         if self._bar is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
@@ -53,7 +54,7 @@ class RunProgress:
     def _show(self, bar: Progress) -> None:
         epoch, loss, done = self._latest
         text = "" if loss is None else f"loss {float(loss):.4g}"
-        bar.update(self._task, completed=done, description=f"epoch {epoch + 1}", loss=text)
+        bar.update(self._task, completed=done(), description=f"epoch {epoch + 1}", loss=text)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -21,7 +21,6 @@ from nvalchemi.training.arguments import (
     global_rank,
     length_of,
     why_no_batches,
-    world_size,
 )
 from nvalchemi.training.assembly import assemble
 from nvalchemi.training.batches import move_to, scalar_loss
@@ -33,6 +32,7 @@ from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
 from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.stages import TrainingStage
+from nvalchemi.training.step_count import StepCount
 from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.tally import Tally
 from nvalchemi.training.validation import (
@@ -75,17 +75,15 @@ class TrainingStrategy:
         What to validate on, and how often.
     progress : bool, optional
         Show a progress bar on standard error; by default when it is a terminal.
+    lazy : bool
+        Do not wait for the device to say whether a step was taken; see `TrainingUpdateOrchestrator`.
 
     Attributes
     ----------
     models : dict of str to torch.nn.Module
         As they are trained; a hook may have wrapped them at SETUP.
-    optimizers, lr_schedulers : list
-        Built once, before the first batch.
     orchestrator : TrainingUpdateOrchestrator
         The update hooks, composed.
-    step_count, global_step_count : int
-        Executed optimizer steps: of this process, and times the number of ranks.
     batch_count, epoch_step_count, epoch : int
         Batches in all and in this epoch; epochs that have ended.
 
@@ -120,6 +118,7 @@ class TrainingStrategy:
         devices: Any = None,
         validation: Validation | None = None,
         progress: bool | None = None,
+        lazy: bool = False,
     ) -> None:
         self.models = checked_models(models)
         self.optimizer_configs = checked_optimizer_configs(optimizer_configs, self.models)
@@ -130,15 +129,15 @@ class TrainingStrategy:
             raise TypeError(f"validation is a {type(validation).__name__}; give Validation(loader=...).")
         self.validation = validation
         self.progress = progress
-        self._assembly = assemble(hooks, priorities)
+        self._assembly = assemble(hooks, priorities, lazy=lazy)
         self.registry = self._assembly.registry
         self.orchestrator: TrainingUpdateOrchestrator = self._assembly.orchestrator
         self.devices = devices
         if devices is not None:
             chosen_device(devices, self.models)  # a wrong one is found now, not at the first batch
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.lr_schedulers: list[Any] = []
-        self.step_count = self.global_step_count = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._lr_schedulers: list[Any] = []
+        self._steps = StepCount()
         self.batch_count = self.epoch_step_count = self.epoch = 0
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
@@ -150,6 +149,29 @@ class TrainingStrategy:
     def hooks(self) -> tuple[Any, ...]:
         """All hooks in the order in which they were given, by name or as objects."""
         return tuple(one.hook for one in self._assembly.activated)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Built once, before the first batch; a pending step is resolved, so that learning rates are exact."""
+        self.orchestrator.resolve()
+        return self._optimizers
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """Built with the optimizers; a pending step is resolved."""
+        self.orchestrator.resolve()
+        return self._lr_schedulers
+
+    @property
+    def step_count(self) -> int:
+        """Executed optimizer steps of this process; a pending step is resolved."""
+        return self._steps.exact()
+
+    @property
+    def global_step_count(self) -> int:
+        """Executed optimizer steps, counted once for every rank; a pending step is resolved."""
+        self._steps.exact()
+        return self._steps.known_globally
 
     def run(self, loader: Iterable[Any]) -> None:
         """Train for `num_epochs` or `num_steps`; a run that was interrupted is finished, a finished one goes on.
@@ -185,6 +207,7 @@ class TrainingStrategy:
             self._position.enter(loader)
             while self._position.resumes or not self._is_done():
                 self._run_epoch(loader, progress)
+            self.orchestrator.resolve()
             self._dispatch(TrainingStage.AFTER_TRAINING)
         self._goal = None
 
@@ -225,7 +248,6 @@ class TrainingStrategy:
                 dispatch(ctx, TrainingStage.AFTER_OPTIMIZER_STEP)
             finally:
                 self._count(ctx)  # the step was taken, whatever a hook says to it
-                self._position.batch_is_over(stepped=not ctx.step_skipped)
             dispatch(ctx, TrainingStage.AFTER_BATCH)
         return ctx
 
@@ -310,8 +332,8 @@ class TrainingStrategy:
             config.build(ctx.models[key], key) for key, configs in self.optimizer_configs.items() for config in configs
         ]
         self.models = dict(ctx.models)
-        self.optimizers = [optimizer for optimizer, _ in built]
-        self.lr_schedulers = [scheduler for _, scheduler in built if scheduler is not None]
+        self._optimizers = [optimizer for optimizer, _ in built]
+        self._lr_schedulers = [scheduler for _, scheduler in built if scheduler is not None]
         self._is_set_up = True
 
     # Inside.
@@ -367,7 +389,7 @@ class TrainingStrategy:
                 return False
         if self.epoch_step_count == 0:
             raise ValueError(why_no_batches(loader, self.epoch))
-        if self.step_count == self._position.steps_before:
+        if not self._steps.reached(self._position.steps_before + 1):
             raise NoProgressError(tally.no_progress())
         return True
 
@@ -387,12 +409,16 @@ class TrainingStrategy:
 
     def _train_and_look(self, batch: Any, tally: Tally, progress: RunProgress) -> None:
         ctx = self.train_batch(batch)
-        tally.count(ctx)
-        self._validate_on(steps=not ctx.step_skipped)
-        progress.advance(ctx, self._done_in_bar())
+        ctx.when_resolved(tally.count)
+        plan = self.validation
+        if plan is not None and plan.every_steps and self._steps.may_be_multiple_of(plan.every_steps):
+            self._validate_on(steps=not ctx.step_skipped)
+        progress.advance(ctx, self._done_in_bar)
 
     def _is_done(self) -> bool:
-        return self._goal is not None and self._done() >= self._goal
+        if self._goal is None:
+            return False
+        return self._steps.reached(self._goal) if self.num_steps else self.epoch >= self._goal
 
     def _validate_on(self, *, steps: bool = False, epochs: bool = False) -> None:
         plan = self.validation
@@ -408,21 +434,18 @@ class TrainingStrategy:
     def _count(self, ctx: TrainContext) -> None:
         self.batch_count += 1
         self.epoch_step_count += 1
-        if not ctx.step_skipped:
-            self.step_count += 1
-            self.global_step_count += world_size()
-        ctx.step_count, ctx.global_step_count = self.step_count, self.global_step_count
         ctx.batch_count, ctx.epoch_step_count = self.batch_count, self.epoch_step_count
+        self._steps.count(ctx)
+        self._position.batch_is_over()
+        ctx.when_resolved(self._position.note_step)
 
     def _context(self, batch: Any) -> TrainContext:
-        return TrainContext(
+        ctx = TrainContext(
             batch=batch,
             models=self.models,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
+            optimizers=self._optimizers,
+            lr_schedulers=self._lr_schedulers,
             validation=self.validation_result,
-            step_count=self.step_count,
-            global_step_count=self.global_step_count,
             batch_count=self.batch_count,
             epoch_step_count=self.epoch_step_count,
             epoch=self.epoch,
@@ -430,6 +453,8 @@ class TrainingStrategy:
             global_rank=global_rank(),
             workflow=self,
         )
+        self._steps.tell(ctx)
+        return ctx
 
     def _dispatch(self, stage: TrainingStage) -> None:
         with self._context(None) as ctx:

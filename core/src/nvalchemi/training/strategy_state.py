@@ -34,6 +34,7 @@ _COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_step_count
 
 def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
     """Return the state of a strategy; see `TrainingStrategy.state_dict`."""
+    strategy.orchestrator.resolve()
     if strategy._position.in_batch:
         raise RuntimeError(
             "The state was asked for in the middle of a batch, which cannot be gone on with; ask for it at "
@@ -55,6 +56,7 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
 
 def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     """Give a strategy a state; see `TrainingStrategy.load_state_dict`."""
+    strategy.orchestrator.resolve()  # it belongs to what is left behind
     run = state["run"]
     if run["is_set_up"]:
         strategy.setup()  # a hook may change models there; it happens before the first batch anyway
@@ -99,8 +101,10 @@ def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:
 
 
 def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any]) -> None:
-    for name in _COUNTERS:
-        setattr(strategy, name, run["counters"][name])
+    counters = run["counters"]
+    strategy._steps.known, strategy._steps.known_globally = counters["step_count"], counters["global_step_count"]
+    for name in ("batch_count", "epoch_step_count", "epoch"):
+        setattr(strategy, name, counters[name])
     under_way = run["began_at"] is not None and run["unit"] == _unit(strategy)
     strategy._goal = run["began_at"] + _length(strategy) if under_way else None
     strategy._validated_at = run["validated_at"]

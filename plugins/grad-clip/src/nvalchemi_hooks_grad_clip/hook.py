@@ -15,8 +15,6 @@ from nvalchemi_hooks_grad_clip.refusal import refusal
 from nvalchemi_hooks_grad_clip.thresholds import checked_switch, checked_threshold
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nvalchemi.hooks import TrainContext
 
 __all__ = ["GradientClipHook"]
@@ -109,6 +107,7 @@ class GradientClipHook(TrainingUpdateHook):
         self._global: Any = None  # a Reading: a norm that the host comes to know with the step
         self._norms: list[Any] = []
         self._largest: Any = None
+        self._reason = f"the norm of the gradients (order {norm_type:g}) is not finite"
 
     @property
     def state_key(self) -> str:
@@ -139,20 +138,28 @@ class GradientClipHook(TrainingUpdateHook):
         norms = {place: window.norm(self.norm_type, optimizer=place) for place in places}
         self._norms = [ctx.read_later(norm) for norm in norms.values()]
         self._global = ctx.read_later(window.norm(self.norm_type)) if self.per_optimizer else self._norms[0]
-        clipping = {place: kernels.clip_divisor(norm, self.max_norm, self.norm_type) for place, norm in norms.items()}
-        unusable = _any([flag.to(window.device) for _, flag in clipping.values()])
-        ctx.defer_veto(unusable, f"the norm of the gradients (order {self.norm_type:g}) is not finite", found_inf=True)
-        if self.error_if_nonfinite and ctx.read_later(unusable).value:
-            raise NonFiniteGradientError(refusal(ctx, self.last_norm, self.norm_type))
+        for norm in norms.values():
+            limit = kernels.largest_usable(norm.dtype, self.max_norm, self.norm_type)
+            ctx.defer_veto_above(norm, limit, self._reason, found_inf=True)
+            if self.error_if_nonfinite and not ctx.read_later(norm).value <= limit:
+                raise NonFiniteGradientError(refusal(ctx, self.last_norm, self.norm_type))
         if math.isfinite(self.max_norm):
-            for place, (divisor, _) in clipping.items():
-                window.divide(divisor, optimizer=place)
+            for place, norm in norms.items():
+                at_most = kernels.largest_divisor(norm.dtype, self.max_norm, self.norm_type)
+                window.divide(kernels.clip_divisor(norm, self.max_norm), optimizer=place, at_most=at_most)
         if self.clip_value is not None and self.reads_grad and not will_skip:
-            self._largest = ctx.read_later(window.norm(math.inf))
-            _ = ctx.grad_norm  # measured now, it stays what it is before the cut
-            window.materialise()
-            kernels.clamp_(window.tensors(), self.clip_value, unless=unusable)
+            self._cut(ctx, self.clip_value)
         return True
+
+    def _cut(self, ctx: TrainContext, limit: float) -> None:
+        """Cut every element, after the division, unless the step is vetoed."""
+        window = ctx.window
+        assert window is not None
+        self._largest = ctx.read_later(window.norm(math.inf))
+        _ = ctx.grad_norm  # measured now, it stays what it is before the cut
+        window.materialise()
+        veto = ctx.veto_flag
+        kernels.clamp_(window.tensors(), limit, unless=torch.tensor(False) if veto is None else veto.bool())
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count."""
@@ -183,8 +190,3 @@ class GradientClipHook(TrainingUpdateHook):
     def __repr__(self) -> str:
         fields = ("max_norm", "norm_type", "clip_value", "per_optimizer", "error_if_nonfinite")
         return f"{type(self).__name__}({', '.join(f'{field}={getattr(self, field)!r}' for field in fields)})"
-
-
-def _any(flags: list[Tensor]) -> Tensor:
-    """Return whether any of some 0-dim bools is True, without asking the host."""
-    return flags[0] if len(flags) == 1 else torch.stack(flags or [torch.tensor(False)]).any()

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from nvalchemi_hooks_loss_scaling.kernels import advance
+from nvalchemi_hooks_loss_scaling.kernels import advance, bound
 from nvalchemi_hooks_loss_scaling.settings import ScalingOptions, ScalingSettings
 
 __all__ = ["LossScaler"]
@@ -53,6 +53,7 @@ class LossScaler:
 
     _scale: Tensor
     _growth_tracker: Tensor
+    _given: Tensor | None  # the scale of the window that is open, within its bounds
     _flags: tuple[Tensor, Tensor] | None  # what `close` is told, on the device
 
     def __init__(self, **options: Unpack[ScalingOptions]) -> None:
@@ -79,12 +80,17 @@ class LossScaler:
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._growth_tracker = self._growth_tracker.to(loss.device)
-            self._flags = None
-        return loss * self._scale
+            self._given = self._flags = None
+        return loss * self._of_window()
 
     def divisor(self, device: torch.device) -> Tensor:
         """Return the scale of this window: 0-dim float32 on `device`. It is not changed in place, ever."""
-        return self._scale.to(device)
+        return self._of_window().to(device)
+
+    @property
+    def largest_scale(self) -> float:
+        """What it never scales by more than."""
+        return float(self.settings.max_scale) if self.settings.dynamic else self.settings.first_scale
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """End the window.
@@ -97,7 +103,9 @@ class LossScaler:
         """
         if found_inf is not None and self.settings.dynamic:
             flag = found_inf if isinstance(found_inf, Tensor) else self._constant_flags()[found_inf]
-            self._scale = advance(self._scale, self._growth_tracker, flag, self.settings.rule)
+            self._of_window()  # its scale is within the bounds, and stays what it is
+            advance(self._scale, self._growth_tracker, flag.to(self._scale.device), self._rule)
+        self._given = None
 
     def reset(self) -> None:
         """Start afresh, as if no window had closed."""
@@ -105,7 +113,8 @@ class LossScaler:
 
     def get_scale(self) -> float:
         """Return the scale as a number; the host waits for the device."""
-        return float(self._scale.item())
+        scale = bound(self._scale, self._rule) if self.settings.dynamic else self._scale
+        return float(scale.item())
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale, growth tracker and rule as plain numbers.
@@ -158,7 +167,16 @@ class LossScaler:
     def _start(self, scale: float, growth_tracker: int) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32)
         self._growth_tracker = torch.tensor(growth_tracker, dtype=torch.int32)
-        self._flags = None
+        self._rule = self.settings.rule
+        self._given = self._flags = None
+
+    def _of_window(self) -> Tensor:
+        """Return the scale of this window, which does not change when the window closes."""
+        if self._given is None:
+            if self.settings.dynamic:
+                self._scale = bound(self._scale, self._rule)
+            self._given = self._scale.clone() if self.settings.dynamic else self._scale
+        return self._given
 
     def _constant_flags(self) -> tuple[Tensor, Tensor]:
         if self._flags is None:

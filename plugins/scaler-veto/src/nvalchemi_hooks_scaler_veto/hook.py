@@ -89,8 +89,13 @@ class GradScalerVetoHook(TrainingUpdateHook):
                 "GradScalerVetoHook.before_optimizer_step needs the update window of an orchestrator, but ctx.window "
                 "is None; compose the hook in a TrainingUpdateOrchestrator and call that at every stage of the batch."
             )
-        ctx.defer_veto(ctx.window.nonfinite(), "gradients are not finite", found_inf=True)
+        ctx.defer_veto_nonfinite("gradients are not finite")
         return True
+
+    def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
+        """Have the host know now, while the gradients are there to be named, if one more skip is the last."""
+        if self.max_consecutive_skips is not None and self.consecutive_skips + 1 >= self.max_consecutive_skips:
+            _ = ctx.step_skipped
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count, and stop the run where nothing but skipping is left: on all ranks, which agreed on the outcome."""

@@ -17,6 +17,8 @@ from nvalchemi._lazy import door
 if TYPE_CHECKING:
     from nvalchemi.training.hooks.decision import Reading as Reading
     from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator as TrainingUpdateOrchestrator
+    from nvalchemi.training.hooks.plan import AverageOffer as AverageOffer
+    from nvalchemi.training.hooks.plan import OptimizerPlan as OptimizerPlan
     from nvalchemi.training.hooks.stepping import StepOutcome as StepOutcome
     from nvalchemi.training.hooks.update import AlwaysVeto as AlwaysVeto
     from nvalchemi.training.hooks.update import PassThrough as PassThrough
@@ -33,6 +35,8 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "AlwaysVeto": "nvalchemi.training.hooks.update",
+        "AverageOffer": "nvalchemi.training.hooks.plan",
+        "OptimizerPlan": "nvalchemi.training.hooks.plan",
         "PassThrough": "nvalchemi.training.hooks.update",
         "Reading": "nvalchemi.training.hooks.decision",
         "StepOutcome": "nvalchemi.training.hooks.stepping",

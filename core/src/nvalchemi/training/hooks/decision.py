@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Decision", "Reading", "Veto", "read_together"]
+if TYPE_CHECKING:
+    from nvalchemi.training.hooks.update import TrainingUpdateHook
+
+__all__ = ["Decision", "Reading", "Veto", "fold_flags", "read_together"]
+
+
+_LARGEST = torch.finfo(torch.float64).max
 
 
 class Veto(NamedTuple):
@@ -36,10 +44,19 @@ class Reading:
         self._value, self._tensor = value, None
 
 
-class _Deferred(NamedTuple):
-    veto: Veto
-    flag: Tensor
+class Deferred(NamedTuple):
+    """A veto that counts if one of some numbers on the device says so."""
+
+    hook: TrainingUpdateHook
+    reason: str
+    numbers: list[Tensor]
+    limit: float | None  # what none of them may be above (nan is above it); None: what is not zero vetoes
     found_inf: bool
+    nonfinite: bool = False  # the numbers are the peaks of all gradients
+
+    def vetoes(self, values: Sequence[float]) -> bool:
+        """Return whether the numbers, now on the host, veto."""
+        return any(value != 0 if self.limit is None else not value <= self.limit for value in values)
 
 
 class Decision:
@@ -48,53 +65,113 @@ class Decision:
     def __init__(self) -> None:
         self.vetoes: list[Veto] = []
         self.found_inf = False
-        self._deferred: list[_Deferred] = []
+        self.deferred: list[Deferred] = []
         self._readings: list[Reading] = []
 
-    def defer(self, veto: Veto, flag: Tensor, *, found_inf: bool) -> None:
+    def defer(self, hook: TrainingUpdateHook, reason: str, flag: Tensor, *, found_inf: bool) -> None:
         """Add a veto that counts if `flag` turns out to be non-zero or nan."""
-        self._deferred.append(_Deferred(veto, flag.ne(0), found_inf))  # a tensor of its own; nan differs from 0
+        self.deferred.append(
+            Deferred(hook, reason, [flag.ne(0)], None, found_inf)
+        )  # a tensor of its own; nan differs from 0
+
+    def defer_above(
+        self, hook: TrainingUpdateHook, reason: str, number: Tensor, limit: float, *, found_inf: bool
+    ) -> None:
+        """Add a veto that counts if `number` turns out to be above `limit` or nan."""
+        if number.dtype not in (torch.float32, torch.float64):
+            number = number.to(torch.float32)
+        if number.dtype == torch.float32:
+            limit = _float32(limit)  # as the device compares it
+        self.deferred.append(Deferred(hook, reason, [number], limit, found_inf))
+
+    def defer_nonfinite(self, hook: TrainingUpdateHook, reason: str, peaks: list[Tensor]) -> None:
+        """Add a veto that counts if one of the `peaks` of all gradients turns out not to be finite."""
+        self.deferred.append(Deferred(hook, reason, peaks, _LARGEST, found_inf=True, nonfinite=True))
 
     def read_later(self, tensor: Tensor) -> Reading:
-        """Have a tensor read along at the next `resolve`."""
-        self._readings.append(reading := Reading(tensor.clone()))  # what it holds now
+        """Have a tensor read along at the next `ask`."""
+        self._readings.append(reading := Reading(tensor))
         return reading
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is to be read from the device."""
+        return bool(self.deferred or self._readings)
 
     def veto_flag(self) -> Tensor | None:
         """Return the deferred vetoes as one float32 tensor that is exactly 0 or 1; None if there are none."""
-        if not self._deferred:
-            return None
-        device = self._deferred[0].flag.device
-        flags = torch.stack([deferred.flag.to(device) for deferred in self._deferred])
-        return flags.any().to(torch.float32)
+        numbers = any(one.numbers for one in self.deferred)
+        return fold_flags(self.deferred) if numbers else None
 
-    def resolve(self, others: Sequence[Tensor] = ()) -> list[float]:
-        """Let the host know everything that was deferred, in one read; return the values of `others`."""
-        deferred, self._deferred = self._deferred, []
+    def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
+        """Return the numbers that the host has to know, and who takes their values."""
+        deferred, self.deferred = self.deferred, []
         readings = [reading for reading in self._readings if reading._tensor is not None]
         self._readings = []
-        waiting = [reading._tensor for reading in readings if reading._tensor is not None]
-        values = read_together([*(item.flag for item in deferred), *others, *waiting])
-        for item, value in zip(deferred, values, strict=False):
-            if value != 0:
-                self.vetoes.append(item.veto)
-                self.found_inf |= item.found_inf
-        for reading, value in zip(reversed(readings), reversed(values), strict=False):
-            reading._take(value)
-        return values[len(deferred) : len(deferred) + len(others)]
+
+        numbers = [number for one in deferred for number in one.numbers]
+
+        def take(values: Sequence[float]) -> None:
+            place = 0
+            for one in deferred:
+                end = place + len(one.numbers)
+                if one.vetoes(values[place:end]):
+                    self.vetoes.append(Veto(one.hook.state_key, one.reason))
+                    self.found_inf |= one.found_inf
+                place = end
+            for reading, value in zip(readings, values[place:], strict=True):
+                reading._take(float(value))
+
+        return numbers + [reading._tensor for reading in readings if reading._tensor is not None], take
 
 
-def _on_host(tensor: Tensor) -> float:
-    number: float = tensor.tolist()  # type: ignore[assignment]  # a 0-dim tensor gives a number
-    return float(number)
+def fold_flags(
+    deferred: Sequence[Deferred], bounds: Sequence[Tensor] = (), device: torch.device | None = None
+) -> Tensor:
+    """Return one flag for many: float32, 0-dim, exactly 1 if any vetoes, else exactly 0. The host does not wait.
+
+    Parameters
+    ----------
+    deferred : sequence of Deferred
+        Vetoes by what the device knows.
+    bounds : sequence of torch.Tensor
+        Numbers, 0 or above, that veto where they are not finite.
+    device : torch.device, optional
+        Where the flag is wanted; by default where the first number is.
+    """
+    terms = [above(number, torch.finfo(number.dtype).max) for number in bounds]
+    for one in deferred:
+        terms += one.numbers if one.limit is None else [above(number, one.limit) for number in one.numbers]
+    where = device or terms[0].device
+    terms = [term.to(where) for term in terms]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term  # none is below zero, so that none cancels another; two bools are or-ed
+    if total.dtype == torch.bool:
+        return total.to(torch.float32)
+    return total.ne(0).to(torch.float32) if total.dtype != torch.float32 else total.ne_(0)
+
+
+def above(number: Tensor, limit: float) -> Tensor:
+    """Return 0 if a number, 0 or above, is at most `limit`, and something else, nan perhaps, if it is above or nan."""
+    return torch.threshold(number, min(limit, torch.finfo(number.dtype).max), 0.0)
+
+
+@functools.lru_cache
+def _float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[float]:
     """Return 0-dim tensors as floats, with one wait for the device however many they are."""
-    on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-    if on_host or len(tensors) == 1:
-        return [_on_host(tensor) for tensor in tensors]
+    if len(tensors) == 1 or all(tensor.is_cpu for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]  # type: ignore[misc]  # a 0-dim tensor gives a number
+    numbers: list[float] = pack(tensors).tolist()
+    return numbers
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 0-dim tensors as one on the first device that is not the host, in double precision where there is any."""
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     wide = torch.float32 if device.type == "mps" else torch.float64
-    packed: list[float] = torch.stack([tensor.detach().to(device, wide) for tensor in tensors]).tolist()
-    return packed
+    return torch.stack([tensor.detach().to(device, wide) for tensor in tensors])

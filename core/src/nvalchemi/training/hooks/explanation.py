@@ -74,14 +74,21 @@ class Explanation:
         The order is the same at every stage.
     divisions : tuple of (str, str)
         For each optimizer of the latest step: its class, and how unscaling and clipping reached it.
+    resolution : str
+        When the host knew of the latest step, and why; see `StepOutcome.resolution`. Empty before it.
     """
 
     hooks: tuple[ExplainedHook, ...]
     divisions: tuple[tuple[str, str], ...] = ()
+    resolution: str = ""
 
     def __str__(self) -> str:
+        latest = [f"Latest step of {optimizer}: {division}." for optimizer, division in self.divisions]
+        if self.resolution:
+            latest.append(f"Latest outcome known to the host: {self.resolution}.")
         if not self.hooks:
-            return "No update hooks: gradients are zeroed, backward runs, every optimizer steps."
+            nothing = "No update hooks: gradients are zeroed, backward runs, every optimizer steps."
+            return "\n".join([nothing, *latest])
         lines = ["Update hooks, in the order in which each stage calls them:", *map(str, self.hooks)]
         readers = ", ".join(hook.key for hook in self.hooks if hook.reads_grad)
         if readers:
@@ -90,8 +97,7 @@ class Explanation:
             "Unscaling and clipping are folded into the step of an optimizer that takes a divisor along (fused=True, "
             "float32 gradients), and divided out in one pass before any other."
         )
-        lines.extend(f"Latest step of {optimizer}: {division}." for optimizer, division in self.divisions)
-        return "\n".join(lines)
+        return "\n".join([*lines, *latest])
 
 
 def explain_hooks(
@@ -102,6 +108,7 @@ def explain_hooks(
     return Explanation(
         hooks=tuple(_explained(hook, priority, overridden) for hook, priority in ordered),
         divisions=tuple((one.optimizer, one.division or "nothing to divide") for one in stepped),
+        resolution=outcome.resolution if outcome else "",
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nvalchemi.training.hooks.members import Members
 
 __all__ = ["OptimizerGradients", "combine_norms"]
 
@@ -36,56 +37,73 @@ class OptimizerGradients:
     ----------
     optimizer : torch.optim.Optimizer
         Every parameter of its groups that has a gradient takes part.
+    members : Members
+        Its parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Members) -> None:
         self.optimizer = optimizer
+        self._members = members
         self.scale: Tensor | None = None  # the loss scale, while it is pending
         self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
         self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.holds_inf: bool | None = None  # the host's copy of `flag`, once it was read, agreed over all ranks
+        self.largest_divisor = 1.0  # what `clipped` can be at most
+        self.holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
         self.found_here = False  # the same, of this rank alone
         self.division = ""  # how pending divisors reached the optimizer, once it has stepped
-        self._flag: Tensor | None = None
+        self._peak: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
         self._divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
         self._product: Tensor | None = None  # of scale and divisor, once somebody has asked
-        self.tensors: list[Tensor] = []
+        self.with_grad: list[Tensor] = []  # the parameters that have a gradient
+        self.tensors: list[Tensor] = []  # their gradients, as dense real tensors that hold something
         self.collect()
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Iterate over all parameters of the optimizer."""
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters of the optimizer."""
+        return self._members.parameters
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        found = (_values(p) for p in self.parameters() if p.grad is not None)
-        self.tensors = [tensor for tensor in found if tensor.numel() > 0]
-        self._seen = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.parameters()]
+        self.with_grad = self._members.with_grad()
+        self.tensors = [parameter.grad for parameter in self.with_grad]  # type: ignore[misc]  # each has one
+        if not (self._members.plain and all(map(_is_usual, self.tensors))):
+            self.tensors = [values for values in map(_values, self.with_grad) if values.numel() > 0]
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.holds_any = bool(self.tensors)  # also once they are released
+        self._seen: list[tuple[Tensor, int]] = []
         self._norms.clear()
         self._divided = None
 
+    def remember(self) -> None:
+        """Note what gradients are now, so that `have_changed` can tell."""
+        self._seen = [(p.grad, p.grad._version) for p in self.with_grad if p.grad is not None]
+
     def have_changed(self) -> bool:
-        """Return whether somebody has replaced or changed a gradient since they were looked at."""
-        return any(p.grad is not grad or (grad is not None and grad._version != was) for p, grad, was in self._seen)
+        """Return whether somebody has replaced or changed a gradient since `remember`."""
+        now = [p.grad for p in self.parameters if p.grad is not None]
+        return len(now) != len(self._seen) or any(
+            grad is not before or grad._version != version
+            for grad, (before, version) in zip(now, self._seen, strict=True)
+        )
 
     def release(self) -> None:
         """Let go of the gradients themselves."""
-        self.tensors, self._seen = [], []
+        self.tensors, self.with_grad, self._seen = [], [], []
 
-    def flag(self) -> Tensor:
-        """Return 1.0 if the backward pass left an inf or a nan, else 0.0: float32, 0-dim; the first answer stays."""
-        if self._flag is None:
-            kind = math.inf if _hold_double(self.tensors) else 2.0  # a double sum of squares can overflow
-            norm = self._raw_norm(kind)
-            self._flag = (norm - norm).ne(0).to(torch.float32)  # inf - inf and nan - nan are nan, which differs from 0
-        return self._flag
+    def peak(self) -> Tensor:
+        """Return a norm that is finite just where all gradients were when the backward pass left them: 0-dim."""
+        if self._peak is None:
+            # A double sum of squares can overflow.
+            self._peak = self._raw_norm(math.inf if self._members.double else 2.0)
+        return self._peak
 
     def norm(self, kind: float) -> Tensor:
         """Return the norm of the gradients as the optimizer would see them now: 0-dim."""
         pending = self.pending()
         norm = self._raw_norm(kind) if pending is None else self._raw_norm(kind) / pending
-        return norm if _hold_double(self.tensors) else norm.to(torch.float32)
+        return norm if self._members.double or norm.dtype == torch.float32 else norm.to(torch.float32)
 
     @property
     def knows_norm(self) -> bool:
@@ -97,8 +115,9 @@ class OptimizerGradients:
         norm = self.norm(2.0)
         return norm if self.clipped is None else norm * self.clipped
 
-    def divide(self, by: Tensor) -> None:
+    def divide(self, by: Tensor, at_most: float) -> None:
         """Put a divisor on the gradients, to be applied with the others."""
+        self.largest_divisor *= at_most
         self.divisor = by if self.divisor is None else self.divisor * by
         self.clipped = by if self.clipped is None else self.clipped * by
         self._product = None
@@ -108,6 +127,11 @@ class OptimizerGradients:
         if self.scale is None or self.divisor is None:
             return self.divisor if self.scale is None else self.scale
         return self.pending_product()
+
+    @property
+    def has_product(self) -> bool:
+        """Whether both loss scale and clipping factor are pending."""
+        return self.scale is not None and self.divisor is not None
 
     def pending_product(self) -> Tensor:
         """Return loss scale times clipping factor, both of which are pending."""
@@ -132,31 +156,12 @@ class OptimizerGradients:
             self._settled(self.scale)
             self.scale = self._product = None
 
-    def why_not_folded(self) -> str:
-        """Return why the optimizer cannot divide in its own pass, with the same bits; empty if it can."""
-        optimizer: Any = self.optimizer
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
-            return "the optimizer is not fused"
-        if not type(optimizer).__module__.startswith("torch.optim") or optimizer._optimizer_step_pre_hooks:
-            return "code around the optimizer's step may look at gradients"
-        if any(tensor.dtype != torch.float32 for tensor in self.tensors):
-            return "gradients are not float32"
-        return ""
-
-    @contextmanager
-    def divided_by_optimizer(self) -> Iterator[None]:
-        """Have the optimizer's step inside the block divide by what is pending."""
+    def settle_division(self) -> None:
+        """Note that the optimizer's own pass has divided everything pending out of ``.grad``."""
         pending = self.pending()
-        assert pending is not None
-        optimizer: Any = self.optimizer  # torch's fused optimizers look for this attribute, as its GradScaler sets it
-        optimizer.grad_scale = pending.to(torch.float32)
-        try:
-            yield
-        finally:
-            del optimizer.grad_scale
-        self._settled(pending)
-        self.scale = self.divisor = self._product = None
+        if pending is not None:
+            self._settled(pending)
+            self.scale = self.divisor = self._product = None
 
     def _settled(self, pending: Tensor) -> None:
         if self._norms:
@@ -165,18 +170,19 @@ class OptimizerGradients:
     def _raw_norm(self, kind: float) -> Tensor:
         """Return the norm of what lies in ``.grad``, pending factors included."""
         if kind not in self._norms:
-            norm = _norm(self.tensors, kind)
+            norm = _norm(self.tensors, kind, self._members.device)
             self._norms[kind] = norm if self._divided is None else norm * self._divided
         return self._norms[kind] if self._divided is None else self._norms[kind] / self._divided
 
 
-def _norm(tensors: list[Tensor], kind: float) -> Tensor:
-    norm = _norm_in(tensors, kind, exact=tensors[0].device.type == "cuda")
-    if norm.device.type == "cpu" and not _IN_RANGE[0] < _on_host(norm) < _IN_RANGE[1]:
-        norm = _norm_in(tensors, kind, exact=True)
-        peak = _on_host(_norm_in(tensors, math.inf, exact=True))
+def _norm(tensors: list[Tensor], kind: float, device: torch.device | None) -> Tensor:
+    """Return the norm of tensors, which all lie on `device` if it is given."""
+    norm = _norm_in(tensors, kind, device, exact=tensors[0].is_cuda)
+    if norm.is_cpu and not _IN_RANGE[0] < _on_host(norm) < _IN_RANGE[1]:
+        norm = _norm_in(tensors, kind, device, exact=True)
+        peak = _on_host(_norm_in(tensors, math.inf, device, exact=True))
         if not math.isfinite(_on_host(norm)) and math.isfinite(peak):  # a float64 sum of squares has overflowed
-            norm = peak * _norm_in([tensor / peak for tensor in tensors], kind, exact=True)
+            norm = peak * _norm_in([tensor / peak for tensor in tensors], kind, device, exact=True)
     return norm
 
 
@@ -185,21 +191,29 @@ def _on_host(norm: Tensor) -> float:
     return float(value)
 
 
-def _norm_in(tensors: list[Tensor], kind: float, *, exact: bool) -> Tensor:
+def _norm_in(tensors: list[Tensor], kind: float, device: torch.device | None, *, exact: bool) -> Tensor:
     """Return the norm, accumulated in float64 if `exact` (on a GPU the walk over memory hides it), else in float32."""
-    device = tensors[0].device
-    parts: list[Tensor] = []
-    for group in _by_device(tensors).values():
-        wide = _hold_double(group) or (exact and device.type != "mps")
-        accumulate = torch.float64 if wide else torch.float32
-        parts.extend(part.to(device) for part in torch._foreach_norm(group, kind, dtype=accumulate))
-    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else parts[0].dtype
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in parts]), kind)
-    return norm
+    if device is not None:
+        parts = list(torch._foreach_norm(tensors, kind, dtype=_accumulate_in(tensors, exact)))
+    else:
+        parts = [
+            part.to(tensors[0].device)
+            for group in _by_device(tensors).values()
+            for part in torch._foreach_norm(group, kind, dtype=_accumulate_in(group, exact))
+        ]
+        wide = any(part.dtype == torch.float64 for part in parts)
+        parts = [part.to(torch.float64) for part in parts] if wide else parts
+    return torch.linalg.vector_norm(torch.stack(parts), kind)  # type: ignore[no-any-return]
 
 
-def _hold_double(tensors: list[Tensor]) -> bool:
-    return any(tensor.dtype == torch.float64 for tensor in tensors)
+def _accumulate_in(tensors: list[Tensor], exact: bool) -> torch.dtype:
+    if exact and tensors[0].device.type != "mps":
+        return torch.float64
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _is_usual(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
 
 
 def _values(parameter: Tensor) -> Tensor:

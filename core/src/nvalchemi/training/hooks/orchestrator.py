@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+import torch
 
 from nvalchemi.errors import HookConflictError, HookContractError, add_hook_note
-from nvalchemi.hooks.lifecycle import HookLifecycle
-from nvalchemi.hooks.protocols import CheckpointableHook
+from nvalchemi.hooks.lifecycle import HookLifecycle, close_all
+from nvalchemi.hooks.protocols import CheckpointableHook, ProvidesExecutor
 from nvalchemi.training.closures import refuse_closure
+from nvalchemi.training.hooks.composition import checked_hook, checked_priorities, refuse_conflicts
+from nvalchemi.training.hooks.differentiable import differentiable
+from nvalchemi.training.hooks.executor import StockExecutor
 from nvalchemi.training.hooks.explanation import Explanation, explain_hooks
-from nvalchemi.training.hooks.stepping import StepOutcome, attempt_step
+from nvalchemi.training.hooks.members import Roster
+from nvalchemi.training.hooks.pending import PendingStep
+from nvalchemi.training.hooks.stepping import StepOutcome, Waiting, attempt_step, attempt_without_waiting
 from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides, takes_part_in_step
 from nvalchemi.training.hooks.window import UpdateWindow
 from nvalchemi.training.stages import TrainingStage
@@ -24,8 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingUpdateOrchestrator"]
 
-_ANSWER_IGNORED = (TrainingStage.SETUP, TrainingStage.AFTER_OPTIMIZER_STEP)
-_GATED = (TrainingStage.BEFORE_BATCH, TrainingStage.DO_OPTIMIZER_STEP)
+_SKIPPED = StepOutcome(skipped=True)
 
 
 class TrainingUpdateOrchestrator:
@@ -52,6 +55,8 @@ class TrainingUpdateOrchestrator:
         Orchestrators among them are flattened. None at all is legal: zero_grad, backward and step remain.
     priorities : mapping of str to int, optional
         Other priorities, by `state_key`; see `with_priority`.
+    lazy : bool
+        Do not wait for the device at the step; see `resolve`. A composition is lazy if any part of it is.
 
     Raises
     ------
@@ -73,31 +78,41 @@ class TrainingUpdateOrchestrator:
     stage: TrainingStage | None = None
 
     def __init__(
-        self, *hooks: TrainingUpdateHook | TrainingUpdateOrchestrator, priorities: Mapping[str, int] | None = None
+        self,
+        *hooks: TrainingUpdateHook | TrainingUpdateOrchestrator,
+        priorities: Mapping[str, int] | None = None,
+        lazy: bool = False,
     ) -> None:
+        self.lazy = lazy
         self._priorities: dict[str, int] = {}
         flat: list[TrainingUpdateHook] = []
         for position, hook in enumerate(hooks):
             if isinstance(hook, TrainingUpdateOrchestrator):
+                self.lazy |= hook.lazy
                 self._priorities.update(hook._priorities)
                 flat.extend(hook._given)
             else:
-                flat.append(_checked(hook, position))
-        _refuse_conflicts(flat)
+                flat.append(checked_hook(hook, position))
+        refuse_conflicts(flat)
         self._given: tuple[TrainingUpdateHook, ...] = tuple(flat)
-        self._priorities.update(_checked_priorities(priorities or {}, flat))
+        self._priorities.update(checked_priorities(priorities or {}, flat))
         self._children = tuple(sorted(flat, key=self._priority))
         self._calls = self._handlers()
         self._setting_up = self._overriding("setup")
         self._before = self._overriding("before_batch")
         self._transforming = self._overriding("transform_loss")
         self._voting = tuple(child for child in self._children if takes_part_in_step(child))
+        self._deciding = frozenset(map(id, self._overriding("before_optimizer_step")))
+        self._whole = frozenset(id(child) for child in self._children if overrides(child, "__call__"))
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
         self._at_work: TrainingUpdateHook | None = None
         self._lifecycle = HookLifecycle(self.iter_hooks)
         self._window: UpdateWindow | None = None
         self._outcome: StepOutcome | None = None
+        self._pending: PendingStep | None = None
+        self._executors = tuple(c.update_executor() for c in self._children if isinstance(c, ProvidesExecutor))
+        self._stock, self._roster = StockExecutor(), Roster()
 
     # As a hook.
 
@@ -136,24 +151,34 @@ class TrainingUpdateOrchestrator:
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
         for child in self._setting_up:
-            self._call(child, ctx, TrainingStage.SETUP, False)
+            if self._begin(child, ctx):
+                child(ctx, TrainingStage.SETUP, False)
+            else:
+                child.setup(ctx)
 
     def _before_batch(self, ctx: TrainContext) -> None:
         ctx.step_skipped, ctx.outcome = False, None
+        if ctx.pending is None:
+            ctx.pending = self._pending
         before = self._window
         window = self._current(ctx)
         window.begun &= window is before
         vetoed = False
         for child in self._before:
-            vetoed |= not self._proceeds(child, ctx, TrainingStage.BEFORE_BATCH, vetoed)
+            if self._begin(child, ctx):
+                proceed = _proceed_of(child, child(ctx, TrainingStage.BEFORE_BATCH, vetoed), TrainingStage.BEFORE_BATCH)
+            else:
+                proceed = child.before_batch(ctx, will_skip=vetoed)
+            vetoed |= not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
+        self._at_work = None
         keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
+            self.resolve()  # it says whether gradients are still scaled
             _refuse_mixed_scales(before)
         else:
-            for optimizer in ctx.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            _forget_gradients(ctx.untouched_optimizers)
         if not window.begun:
-            window.adopt(ctx.optimizers, ctx.grad_scaler)  # a child may have published a scaler
+            window.adopt(ctx.untouched_optimizers, ctx.grad_scaler)  # a child may have published a scaler
         elif not keep:
             self._open_window(ctx)
 
@@ -161,10 +186,14 @@ class TrainingUpdateOrchestrator:
         original, loss = ctx.loss, ctx.loss
         try:
             for child in self._transforming:
-                ctx.loss = _differentiable(loss, "the loss that was given")
-                _, loss = self._call(child, ctx, TrainingStage.DO_BACKWARD, False)
-                loss = _differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
-            _differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
+                ctx.loss = differentiable(loss, "the loss that was given")
+                if self._begin(child, ctx):
+                    _, loss = _pair(child, child(ctx, TrainingStage.DO_BACKWARD, False), TrainingStage.DO_BACKWARD)
+                else:
+                    loss = child.transform_loss(ctx, ctx.loss)
+                self._at_work = None
+                loss = differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
+            differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
         finally:
             ctx.loss = original
             ctx.let_go_of_graph()
@@ -173,53 +202,128 @@ class TrainingUpdateOrchestrator:
         window.refresh()
 
     def _optimizer_step(self, ctx: TrainContext) -> None:
+        self.resolve()
+        ctx.pending = None
         window = self._current(ctx)
-        self._outcome, ctx.step_skipped = StepOutcome(skipped=True), True  # what holds if anything below raises
+        self._outcome, ctx.step_skipped = _SKIPPED, True  # what holds if anything below raises
         window.follow(ctx.grad_scaler)
-        if ctx.window_complete:
-            self._vote(ctx, window)
-            outcome = attempt_step(ctx, window)
-        else:
+        if not ctx.window_complete:
             for child in self._voting:
-                self._proceeds(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, True)
-            outcome = StepOutcome(skipped=True, window_open=True)
-        self._outcome = ctx.outcome = outcome
-        ctx.step_skipped = outcome.skipped
+                if id(child) in self._whole:
+                    self._vote_of(child, ctx, True)
+            self._conclude(ctx, StepOutcome(skipped=True, window_open=True))
+            return
+        self._vote(ctx, window)
+        outcome = attempt_without_waiting(ctx, window) if self.lazy else attempt_step(ctx, window)
+        if isinstance(outcome, Waiting):
+            ctx.pending = self._pending = pending = PendingStep(ctx, window, outcome, self.resolve)
+            window.await_outcome(outcome.veto_flag, pending.resolve)
+        else:
+            self._conclude(ctx, outcome)
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
         for child in self._voting:
-            if not child.defers_veto:
+            decides, reads = id(child) in self._deciding, child.reads_grad
+            if decides and not child.defers_veto:
                 window.resolve()
-            reads = child.reads_grad
             if reads:
                 window.materialise()
-            if not self._proceeds(child, ctx, TrainingStage.DO_OPTIMIZER_STEP, window.vetoed):
+            if decides and not self._vote_of(child, ctx, window.vetoed):
                 window.veto(child)
             if reads:
                 window.reread()
-        window.voting = False
+        window.voting, self._at_work = False, None
+
+    def _vote_of(self, child: TrainingUpdateHook, ctx: TrainContext, will_skip: bool) -> bool:
+        stage = TrainingStage.DO_OPTIMIZER_STEP
+        if self._begin(child, ctx):
+            proceed = _proceed_of(child, child(ctx, stage, will_skip), stage)
+        else:
+            proceed = child.before_optimizer_step(ctx, will_skip=will_skip)
+        return _a_bool(child, proceed, stage)
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
-        skipped = self.optimizer_step_skipped
         for child in self._after:
-            self._call(child, ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
-        if self._outcome is not None and not self._outcome.window_open:
-            for child in self._settling:
-                self._at_work = child
-                child.settled(ctx, skipped=skipped)
+            if not child.defers_veto:
+                self.resolve()
+            skipped = self._pending is None and self._outcome is not None and self._outcome.skipped
+            if self._begin(child, ctx):
+                child(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+            else:
+                child.after_optimizer_step(ctx, skipped=skipped)
+        if self._pending is not None:
+            self._pending.announced = True
+        elif self._outcome is not None and not self._outcome.window_open:
+            self._settle(ctx, self._outcome)
+
+    def _conclude(self, ctx: TrainContext, outcome: StepOutcome) -> None:
+        self._outcome = ctx.outcome = outcome
+        ctx.step_skipped = outcome.skipped
+
+    def _settle(self, ctx: TrainContext, outcome: StepOutcome) -> None:
+        for child in self._settling:
+            try:
+                child.settled(ctx, skipped=outcome.skipped)
+            except Exception as error:  # noted and raised again
+                add_hook_note(error, child, TrainingStage.AFTER_OPTIMIZER_STEP, ctx)
+                self._at_work = None  # so that it is not blamed on whoever asked
+                raise
 
     # What happened, and what would.
+
+    def resolve(self) -> StepOutcome | None:
+        """Let the host know what the latest optimizer-step stage came to, and return it; None before the first.
+
+        In lazy mode a step is taken under a veto that stays on the device, and the host does not wait for it. The
+        outcome is fetched here: schedulers move, counters count, and every child is told by ``settled``. Whoever reads
+        the outcome, or anything that depends on it, through a context, a strategy or this orchestrator calls it
+        unknowingly; the next optimizer step, a save, the end of a run and `close` do so as well. Calling it twice is
+        harmless.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from nvalchemi.hooks import TrainContext
+        >>> update = TrainingUpdateOrchestrator(lazy=True)
+        >>> update.resolve() is None
+        True
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> with TrainContext(optimizers=[torch.optim.SGD([weight], lr=0.5)]) as ctx:
+        ...     update(ctx, TrainingStage.BEFORE_BATCH)
+        ...     ctx.loss = weight.sum()
+        ...     update(ctx, TrainingStage.DO_BACKWARD)
+        ...     update(ctx, TrainingStage.DO_OPTIMIZER_STEP)
+        >>> update.resolve().skipped
+        False
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            outcome = pending.finish()
+            self._conclude(pending.ctx, outcome)
+            try:
+                if pending.announced:
+                    with pending.as_it_was() as ctx:
+                        self._settle(ctx, outcome)
+            finally:
+                pending.tell()
+        return self._outcome
+
+    @property
+    def pending(self) -> PendingStep | None:
+        """The step whose outcome the host has not asked for yet, in lazy mode."""
+        return self._pending
 
     @property
     def optimizer_step_skipped(self) -> bool:
         """Whether no optimizer stepped at the latest optimizer-step stage; False before the first."""
-        return self._outcome is not None and self._outcome.skipped
+        outcome = self.resolve()
+        return outcome is not None and outcome.skipped
 
     @property
     def last_outcome(self) -> StepOutcome | None:
         """Who vetoed and why, and which optimizer stepped, at the latest optimizer-step stage; None before it."""
-        return self._outcome
+        return self.resolve()
 
     def iter_hooks(self) -> Iterator[TrainingUpdateHook]:
         """Iterate over the children in the order in which they are called."""
@@ -235,7 +339,7 @@ class TrainingUpdateOrchestrator:
         True
         """
         ordered = [(child, self._priority(child)) for child in self._children]
-        return explain_hooks(ordered, self._priorities, self._outcome)
+        return explain_hooks(ordered, self._priorities, self.resolve())
 
     def with_priority(self, priorities: Mapping[str, int]) -> TrainingUpdateOrchestrator:
         """Return the same hooks in another order.
@@ -250,7 +354,7 @@ class TrainingUpdateOrchestrator:
         HookConflictError
             A key that no child has: the closest is named.
         """
-        return TrainingUpdateOrchestrator(*self._given, priorities={**self._priorities, **priorities})
+        return TrainingUpdateOrchestrator(*self._given, priorities={**self._priorities, **priorities}, lazy=self.lazy)
 
     def __add__(self, other: object) -> TrainingUpdateOrchestrator:
         return TrainingUpdateOrchestrator(self, other)  # type: ignore[arg-type]
@@ -262,6 +366,7 @@ class TrainingUpdateOrchestrator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every child that has one, by `state_key`."""
+        self.resolve()
         return {
             child.state_key: child.state_dict() for child in self._children if isinstance(child, CheckpointableHook)
         }
@@ -291,6 +396,7 @@ class TrainingUpdateOrchestrator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the window out: gradients are not carried to another process."""
+        self.resolve()
         return {**self.__dict__, "_window": None}
 
     def __enter__(self) -> Self:
@@ -300,11 +406,15 @@ class TrainingUpdateOrchestrator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._lifecycle.close(error, traceback)
+        self._close(error, traceback)
 
     def close(self) -> None:
-        """Close every child that can be closed, in reverse order; twice is harmless."""
-        self._lifecycle.close()
+        """Resolve the latest step and close every child that can be closed, in reverse order; twice is harmless."""
+        self._close()
+
+    def _close(self, error: BaseException | None = None, traceback: TracebackType | None = None) -> None:
+        closers = [("the latest step", self.resolve), ("hooks", lambda: self._lifecycle.close(error, traceback))]
+        close_all(closers, error)
 
     # Inside.
 
@@ -312,33 +422,21 @@ class TrainingUpdateOrchestrator:
         """Return the children for which a stage does anything; calling the others would change nothing."""
         return tuple(child for child in self._children if overrides(child, method) or overrides(child, "__call__"))
 
+    def _wants_to_know(self, child: TrainingUpdateHook) -> bool:
+        """Return whether a child may act on how the step before ended, and does not know of deferred vetoes."""
+        return not child.defers_veto and (takes_part_in_step(child) or overrides(child, "settled"))
+
     def _priority(self, hook: TrainingUpdateHook) -> int:
         return self._priorities.get(hook.state_key, hook.priority)
 
-    def _call(
-        self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool
-    ) -> tuple[bool, Tensor | None]:
+    def _begin(self, child: TrainingUpdateHook, ctx: TrainContext) -> bool:
+        """Note who is at work, and return whether it is called as a whole instead of by the method of the stage."""
+        if self._pending is not None and self._pending.ctx is not ctx and self._wants_to_know(child):
+            self.resolve()
         self._at_work = child
         if ctx.window is not None:
             ctx.window.begin(child)
-        answer = child(ctx, stage, will_skip)
-        if not (isinstance(answer, tuple) and len(answer) == 2) and stage not in _ANSWER_IGNORED:
-            raise HookContractError(
-                f"{type(child).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
-            )
-        if stage not in _GATED:
-            self._at_work = None
-        return answer
-
-    def _proceeds(self, child: TrainingUpdateHook, ctx: TrainContext, stage: TrainingStage, will_skip: bool) -> bool:
-        proceed, _ = self._call(child, ctx, stage, will_skip)
-        if type(proceed) is not bool:
-            raise HookContractError(
-                f"{type(child).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
-                "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
-            )
-        self._at_work = None
-        return proceed
+        return id(child) in self._whole
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
         if self._window is None or self._window.closed:
@@ -352,9 +450,12 @@ class TrainingUpdateOrchestrator:
             if self._window.unscaled:
                 self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
             self._window.release()
-        for optimizer in ctx.optimizers:
+        optimizers = ctx.untouched_optimizers
+        for optimizer in optimizers:
             refuse_closure(type(optimizer))
-        ctx.window = self._window = UpdateWindow(ctx.optimizers, ctx.grad_scaler)
+        ctx.window = self._window = UpdateWindow(
+            optimizers, ctx.grad_scaler, self._executors, self._stock, self._roster
+        )
 
 
 def _refuse_mixed_scales(window: UpdateWindow | None) -> None:
@@ -366,63 +467,33 @@ def _refuse_mixed_scales(window: UpdateWindow | None) -> None:
         )
 
 
-def _differentiable(loss: object, what: str) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise HookContractError(f"DO_BACKWARD needs a loss to differentiate, but {what} is {loss!r}; give a tensor.")
-    if not loss.requires_grad:
+def _forget_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Set gradients to None, as ``zero_grad`` does; one that does more is called."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _pair(hook: TrainingUpdateHook, answer: object, stage: TrainingStage) -> tuple[Any, Any]:
+    if not (isinstance(answer, tuple) and len(answer) == 2):
         raise HookContractError(
-            f"DO_BACKWARD needs a loss to differentiate, but {what} has no graph (requires_grad is False); "
-            "do not detach it, compute it from parameters that require gradients, and call DO_BACKWARD once a batch."
+            f"{type(hook).__name__} returned {answer!r} at {stage.name}; __call__ returns (proceed, loss)."
         )
-    if loss.numel() != 1:
+    return answer
+
+
+def _proceed_of(hook: TrainingUpdateHook, answer: object, stage: TrainingStage) -> object:
+    return _pair(hook, answer, stage)[0]
+
+
+def _a_bool(hook: TrainingUpdateHook, proceed: object, stage: TrainingStage) -> bool:
+    if type(proceed) is not bool:
         raise HookContractError(
-            f"DO_BACKWARD needs a scalar to differentiate, but {what} has shape {tuple(loss.shape)}; "
-            "take its mean or sum."
+            f"{type(hook).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
+            "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
         )
-    return loss
-
-
-def _checked(hook: object, position: int) -> TrainingUpdateHook:
-    if isinstance(hook, TrainingUpdateHook):
-        return hook
-    advice = "compose update hooks: subclasses of TrainingUpdateHook"
-    if isinstance(hook, list | tuple):
-        advice = "unpack it: TrainingUpdateOrchestrator(*hooks)"
-    elif isinstance(hook, type) and issubclass(hook, TrainingUpdateHook):
-        advice = f"make an instance: {hook.__name__}(...)"
-    elif hasattr(hook, "frequency"):
-        advice = "it is a plain hook; give it to the strategy beside the orchestrator, or call it yourself"
-    elif isinstance(hook, str):
-        advice = "names are for a strategy, TrainingStrategy(hooks=[...]); here give the hook itself"
-    kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
-    raise TypeError(f"Argument {position} of TrainingUpdateOrchestrator is {kind}, no update hook; {advice}.")
-
-
-def _refuse_conflicts(hooks: list[TrainingUpdateHook]) -> None:
-    for place, hook in enumerate(hooks):
-        for other in hooks[:place]:
-            names = f"{type(other).__name__} and {type(hook).__name__}"
-            if hook is other:
-                raise HookConflictError(f"The same {type(hook).__name__} was given twice; give each instance once.")
-            if hook.exclusive_family is not None and hook.exclusive_family == other.exclusive_family:
-                raise HookConflictError(
-                    f"{names} both belong to the family {hook.exclusive_family!r}, of which one can be active; "
-                    "leave one of them out."
-                )
-            if hook.state_key == other.state_key:
-                raise HookConflictError(
-                    f"{names} cannot be told apart: both have the state key {hook.state_key!r}; "
-                    "give them labels, hook.labelled('...'), or different settings."
-                )
-
-
-def _checked_priorities(priorities: Mapping[str, int], hooks: list[TrainingUpdateHook]) -> Mapping[str, int]:
-    keys = [hook.state_key for hook in hooks]
-    for key, priority in priorities.items():
-        if key not in keys:
-            closest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
-            hint = f"did you mean {closest[0]!r}?" if closest else "no hooks are composed."
-            raise HookConflictError(f"A priority is given for {key!r}, but no hook has that state key; {hint}")
-        if type(priority) is not int:
-            raise HookConflictError(f"The priority of {key!r} is {priority!r}; it must be an int.")
-    return priorities
+    return proceed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,10 +15,14 @@ from nvalchemi.training.hooks.gradients import OptimizerGradients
 __all__ = ["ScalerDriver", "drive"]
 
 
+_KNOWN: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 class ScalerDriver(Protocol):
     """What the update asks of a scaler in one window."""
 
     folds: bool  # unscaling may be left to the optimizer's own pass
+    largest: float  # what the scale is at most
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Return the scale that gradients carry: 0-dim, on `device`."""
@@ -27,15 +33,25 @@ class ScalerDriver(Protocol):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step an optimizer whose gradients are finite and true."""
 
-    def close(self, found_inf: bool | None) -> None:
-        """End the window: back off, count a good step, or (None) leave everything as it is."""
+    def close(self, found_inf: bool | Tensor | None) -> None:
+        """End the window: back off, count a good step, or (None) leave everything as it is.
+
+        A tensor is 1 or 0 and still on the device; one that does not fold is never given any.
+        """
 
 
 def drive(scaler: Any) -> ScalerDriver | None:
     """Return who drives `scaler` through one window; None if nothing is scaled."""
     if scaler is None or not scaler.is_enabled():
         return None
-    return _Folding(scaler) if isinstance(scaler, GradientScaler) else _TorchInterface(scaler)
+    return _Folding(scaler) if _folds(type(scaler), scaler) else _TorchInterface(scaler)
+
+
+def _folds(kind: type, scaler: object) -> bool:
+    """Return whether a scaler has the protocol; looked up once a class, for the look-up is slow."""
+    if kind not in _KNOWN:
+        _KNOWN[kind] = isinstance(scaler, GradientScaler)
+    return _KNOWN[kind]
 
 
 class _Folding:
@@ -45,6 +61,7 @@ class _Folding:
 
     def __init__(self, scaler: GradientScaler) -> None:
         self._scaler = scaler
+        self.largest = float(getattr(scaler, "largest_scale", 2.0**64))
         self.scale_on = scaler.divisor
         self.close = scaler.close
 
@@ -60,6 +77,7 @@ class _TorchInterface:
     """``torch.amp.GradScaler`` or its like: ``unscale_`` once an optimizer, ``step``, ``update`` once a window."""
 
     folds = False
+    largest = math.inf
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
@@ -82,7 +100,7 @@ class _TorchInterface:
         """Step through the scaler, which keeps a record of it."""
         self._scaler.step(optimizer)
 
-    def close(self, found_inf: bool | None) -> None:
+    def close(self, found_inf: bool | Tensor | None) -> None:
         """Call ``update`` so that the scale does what the window deserves."""
         device = self._unscaled[0].tensors[0].device if self._unscaled else torch.device("cpu")
         if found_inf is None:

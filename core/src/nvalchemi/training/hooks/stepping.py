@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
+from torch import Tensor
 
 from nvalchemi.hooks.context import TrainContext
 from nvalchemi.training.hooks.decision import Veto
+from nvalchemi.training.hooks.executor import why_not_folded
+from nvalchemi.training.hooks.gradients import OptimizerGradients
+from nvalchemi.training.hooks.pending import HostMirror
+from nvalchemi.training.hooks.ranks import Ranks
 from nvalchemi.training.hooks.window import UpdateWindow
 
-__all__ = ["OptimizerOutcome", "StepOutcome", "attempt_step", "step_schedulers"]
+__all__ = ["OptimizerOutcome", "StepOutcome", "Waiting", "attempt_step", "attempt_without_waiting", "step_schedulers"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerOutcome:
+class OptimizerOutcome(NamedTuple):
     """What one optimizer did.
 
     Attributes
@@ -39,8 +41,7 @@ class OptimizerOutcome:
     division: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What the last optimizer-step stage came to.
 
     Attributes
@@ -55,6 +56,9 @@ class StepOutcome:
         One for each optimizer.
     window_open : bool
         More batches follow before a step is attempted.
+    resolution : str
+        When the host knew: ``"before the step"``, ``"lazily, after the step"``, or ``"at once: ..."`` with the reason
+        why a lazy update did not wait for somebody to ask.
     """
 
     skipped: bool
@@ -62,9 +66,25 @@ class StepOutcome:
     vetoes: tuple[Veto, ...] = ()
     optimizers: tuple[OptimizerOutcome, ...] = ()
     window_open: bool = False
+    resolution: str = "before the step"
 
 
-def attempt_step(ctx: TrainContext, window: UpdateWindow) -> StepOutcome:
+class Waiting(NamedTuple):
+    """A step that was taken under a veto on the device.
+
+    Attributes
+    ----------
+    veto_flag : torch.Tensor or None
+        float32, 0-dim, exactly 1 if no optimizer stepped, else 0; None where only readings are on their way.
+    finish : callable
+        Waits for the host to know, moves the schedulers, and returns what happened.
+    """
+
+    veto_flag: Tensor | None
+    finish: Callable[[], StepOutcome]
+
+
+def attempt_step(ctx: TrainContext, window: UpdateWindow, resolution: str = "before the step") -> StepOutcome:
     """Step every optimizer that may step, then their schedulers, and end the scaler's window.
 
     Parameters
@@ -73,6 +93,8 @@ def attempt_step(ctx: TrainContext, window: UpdateWindow) -> StepOutcome:
         Holds the schedulers.
     window : UpdateWindow
         Holds optimizers, gradients, scaler and the vetoes of all hooks.
+    resolution : str
+        What the outcome says of it.
 
     Returns
     -------
@@ -80,24 +102,47 @@ def attempt_step(ctx: TrainContext, window: UpdateWindow) -> StepOutcome:
         What happened. With a veto nothing moved.
     """
     window.resolve()
-    _agree_over_ranks(window)
-    reasons = [_why_not(window, place) for place in range(len(window.optimizers))]
-    for gradients, reason in zip(window.gradients, reasons, strict=True):
-        if not reason:
+    Ranks(window).agree()
+    return _carry_out(ctx, window, window.gradients, [], resolution)
+
+
+def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutcome | Waiting:
+    """Do the same under a veto that stays on the device, or at once where that cannot be.
+
+    Returns
+    -------
+    Waiting or StepOutcome
+        A step whose outcome is still to come; or the outcome, with the reason in ``resolution``.
+    """
+    ranks = Ranks(window)
+    obstacle = _why_at_once(window, ranks) or ranks.why_at_once()
+    if obstacle:
+        return attempt_step(ctx, window, f"at once: {obstacle}")
+    everybody = window.gradients
+    chosen = [gradients for gradients in everybody if gradients.tensors]
+    common, own = ranks.agree_on_device(*window.fold())
+    flag = _all_of(own)
+    numbers, take = window.ask()
+    mirror = HostMirror([*numbers, *ranks.votes])
+
+    def know() -> None:
+        values = mirror.read()
+        take(values[: len(numbers)])
+        ranks.take(values[len(numbers) :])
+
+    for place, (gradients, veto_flag) in enumerate(zip(chosen, own, strict=True)):
+        if veto_flag is None:
             window.step(gradients)
-    moved = [o for o, reason in zip(window.optimizers, reasons, strict=True) if not reason]
-    step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
-    found_inf = window.decision.found_inf or any(gradients.holds_inf for gradients in window.gradients)
-    window.close(True if found_inf else False if moved else None)
-    return StepOutcome(
-        skipped=not moved,
-        found_inf=found_inf,
-        vetoes=tuple(window.decision.vetoes),
-        optimizers=tuple(
-            OptimizerOutcome(type(g.optimizer).__name__, not reason, reason, g.division)
-            for g, reason in zip(window.gradients, reasons, strict=True)
-        ),
-    )
+        elif not window.execute(gradients, veto_flag, alone=veto_flag is not flag):
+            know()
+            return _carry_out(ctx, window, everybody, chosen[:place], f"at once: {_why_no_veto(gradients)}")
+    window.close(_any_of(own) if window.scaler is not None else None)
+
+    def finish() -> StepOutcome:
+        know()
+        return _carry_out(ctx, window, everybody, chosen, "lazily, after the step")
+
+    return Waiting(flag, finish)
 
 
 def step_schedulers(
@@ -112,27 +157,75 @@ def step_schedulers(
             scheduler.step()
 
 
-def _why_not(window: UpdateWindow, place: int) -> str:
-    gradients = window.gradients[place]
-    if not gradients.tensors:
+def _carry_out(
+    ctx: TrainContext,
+    window: UpdateWindow,
+    everybody: Sequence[OptimizerGradients],
+    done: Sequence[OptimizerGradients],
+    resolution: str,
+) -> StepOutcome:
+    """Step who may step, those apart who have stepped under a veto on the device, and report."""
+    reports, moved, found_inf = [], [], window.decision.found_inf
+    for gradients in everybody:
+        reason = _why_not(window, gradients)
+        if reason:
+            gradients.division = ""
+        else:
+            moved.append(gradients.optimizer)
+            if any(gradients is one for one in done):
+                window.settle_division(gradients)
+            else:
+                window.step(gradients)
+        found_inf |= bool(gradients.holds_inf)
+        reports.append(OptimizerOutcome(type(gradients.optimizer).__name__, not reason, reason, gradients.division))
+    if ctx.lr_schedulers:
+        step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
+    window.close(True if found_inf else False if moved else None)
+    vetoes = tuple(window.decision.vetoes)
+    return StepOutcome(not moved, found_inf, vetoes, tuple(reports), resolution=resolution)
+
+
+def _why_not(window: UpdateWindow, gradients: OptimizerGradients) -> str:
+    if not gradients.holds_any:
         return "no gradient"
     if window.vetoed:
         return "vetoed"
     return "gradients are not finite" if gradients.holds_inf else ""
 
 
-def _agree_over_ranks(window: UpdateWindow) -> None:
-    """OR vetoes and found-inf over all ranks, in one collective that every rank enters once a window."""
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return
-    gradients = window.gradients
-    mine = [window.vetoed, window.decision.found_inf, *(bool(g.holds_inf) for g in gradients)]
-    device = window.device if distributed.get_backend() == "nccl" else torch.device("cpu")
-    votes = torch.tensor(mine, dtype=torch.float32, device=device)
-    distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
-    vetoed, found_inf, *infs = (bool(vote) for vote in votes.tolist())
-    if vetoed and not window.vetoed:
-        window.decision.vetoes.append(Veto("another rank", "a hook vetoed there"))
-    window.decision.found_inf = found_inf
-    for own, inf in zip(gradients, infs, strict=True):
-        own.holds_inf = inf
+def _why_at_once(window: UpdateWindow, ranks: Ranks) -> str:
+    """Return why the host has to know before the step, or does so anyway; empty if it has not."""
+    scaler, deferred = window.scaler, window.decision.deferred
+    if window.vetoed:
+        return "a hook has vetoed"
+    if not any(gradients.tensors for gradients in window.gradients):
+        return "there is no gradient"
+    if scaler is not None and not scaler.folds:
+        return "the scaler unscales by itself"
+    if scaler is not None and not all(one.found_inf for one in deferred):
+        return "a veto on finite gradients leaves the loss scale as it is"
+    if scaler is None and not window.decision.waits and not ranks.several:
+        return "nothing is left to decide"
+    return ""
+
+
+def _why_no_veto(gradients: OptimizerGradients) -> str:
+    name = type(gradients.optimizer).__name__
+    obstacle = why_not_folded(gradients.optimizer, gradients.tensors)
+    return f"{name} takes no veto along: {obstacle or 'its state is not complete, or code is hooked to its step'}"
+
+
+def _all_of(flags: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the flag that says that every optimizer is held back."""
+    known = [flag for flag in flags if flag is not None]
+    if not known or all(flag is known[0] for flag in known):
+        return known[0] if known else None
+    return torch.stack([flag.to(known[0].device) for flag in known]).amin()
+
+
+def _any_of(flags: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the flag that says that at least one is."""
+    known = [flag for flag in flags if flag is not None]
+    if not known or all(flag is known[0] for flag in known):
+        return known[0] if known else None
+    return torch.stack([flag.to(known[0].device) for flag in known]).amax()

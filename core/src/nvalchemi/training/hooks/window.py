@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from nvalchemi.errors import HookConflictError, HookContractError
-from nvalchemi.training.hooks.decision import Decision, Reading, Veto
+from nvalchemi.training.hooks.decision import Decision, Reading, Veto, fold_flags, read_together
+from nvalchemi.training.hooks.executor import StockExecutor, code_around_step, why_not_folded
 from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
+from nvalchemi.training.hooks.members import Roster
+from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
 from nvalchemi.training.hooks.scaling import drive
 from nvalchemi.training.unwrap import bare_module
 
 if TYPE_CHECKING:
+    from nvalchemi.hooks.protocols import UpdateExecutor
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 __all__ = ["UpdateWindow"]
+
+_ROOMY = torch.finfo(torch.float32).max * (1 - 2.0**-16)  # also where factors and product have been rounded
+_OVERFLOW = Veto("loss scale", "loss scale times clipping factor overflows, so that gradients would be divided to zero")
 
 
 class UpdateWindow:
@@ -33,37 +40,75 @@ class UpdateWindow:
         Whose gradients these are.
     scaler : object, optional
         Who scaled the loss; see `nvalchemi.hooks.GradientScaler`.
+    executors : sequence of UpdateExecutor
+        Who is asked to carry out a step, in this order, before the core's own.
+    stock : StockExecutor, optional
+        The core's own, with the lists that it keeps from window to window.
+    roster : Roster, optional
+        The parameters of the optimizers, looked at once.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any = None) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Any = None,
+        executors: Sequence[UpdateExecutor] = (),
+        stock: StockExecutor | None = None,
+        roster: Roster | None = None,
+    ) -> None:
         self.optimizers = optimizers
         self.given_scaler = scaler
-        self.scaler = drive(scaler)
+        self.scaler = drive(scaler) if scaler is not None else None
         self.decision = Decision()
         self.begun = True  # optimizers and scaler are known
         self.closed = False
         self.unscaled = False  # the loss scale has been taken out of some gradients
-        self.voting = False  # deferred vetoes count now
+        self.voting = self._has_voted = False  # deferred vetoes count now; they have begun to
         self._at_work: TrainingUpdateHook | None = None
         self._gradients: list[OptimizerGradients] | None = None
         self._grad_norm: Tensor | None = None
         self._noted: str | None = None
+        self._measured: list[tuple[Tensor, list[OptimizerGradients]]] = []  # norms handed out, and of what they are
+        self._changed = False  # a hook may have changed gradients
+        self._executors, self._stock = executors, stock or StockExecutor()
+        self._roster = roster or Roster()
+        self._chosen: list[OptimizerGradients] = []
+        self._device = torch.device("cpu")
+        self._offers: list[AverageOffer] = []
+        self._flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
+        self._resolve_pending: Callable[[], Any] | None = None
+
+    @property
+    def knows_grad_norm(self) -> bool:
+        """Whether `grad_norm` has been measured."""
+        return self._grad_norm is not None
 
     @property
     def gradients(self) -> list[OptimizerGradients]:
         """What there is for each optimizer, in the order of ``ctx.optimizers``."""
         if self._gradients is None:
-            self._gradients = [OptimizerGradients(optimizer) for optimizer in self.optimizers]
+            self._gradients = [OptimizerGradients(one, self._roster.members(one)) for one in self.optimizers]
+            self._look_at_gradients()
             if self.scaler is not None:
                 self._refuse_shared()
-                for gradients in self._with_gradients():
-                    gradients.scale = self.scaler.scale_on(gradients.tensors[0].device)
+                for gradients in self._chosen:
+                    gradients.scale = self.scaler.scale_on(gradients.device)
+            if not self._has_voted:  # plain hooks may still change them
+                for gradients in self._gradients:
+                    gradients.remember()
         return self._gradients
+
+    def _look_at_gradients(self) -> None:
+        """Note which optimizers have gradients, and where norms and flags of all of them meet."""
+        self._chosen = [gradients for gradients in self._gradients or () if gradients.tensors]
+        self._device = self._chosen[0].device if self._chosen else torch.device("cpu")
 
     @property
     def device(self) -> torch.device:
         """Where norms and flags of all optimizers meet."""
-        return next((gradients.tensors[0].device for gradients in self._with_gradients()), torch.device("cpu"))
+        if self._gradients is None:
+            _ = self.gradients
+        return self._device
 
     # What hooks ask for.
 
@@ -83,21 +128,33 @@ class UpdateWindow:
             0-dim; float64 if gradients are, else float32. 0.0 where there is no gradient, inf or nan where an element
             is not finite. The loss scale costs no range, and neither does the sum of squares.
         """
-        return combine_norms([g.norm(norm_type) for g in self._with_gradients(optimizer)], norm_type, self.device)
+        chosen = self._with_gradients(optimizer)
+        norm = combine_norms([gradients.norm(norm_type) for gradients in chosen], norm_type, self.device)
+        self._measured.append((norm, chosen))
+        return norm
 
-    def divide(self, by: Tensor, *, optimizer: int | None = None) -> None:
-        """Have the gradients divided by a 0-dim tensor, together with whatever else is pending."""
+    def divide(self, by: Tensor, *, optimizer: int | None = None, at_most: float = math.inf) -> None:
+        """Have the gradients divided by a 0-dim tensor, together with whatever else is pending.
+
+        Parameters
+        ----------
+        by : torch.Tensor
+            0-dim, floating, above 0.
+        optimizer : int, optional
+            Only the gradients of this optimizer; by default those of all.
+        at_most : float
+            What it cannot be above, if that is known: a step that is decided on the device is then spared the check
+            that its product with the loss scale is finite.
+        """
         chosen = self._with_gradients(optimizer)
         self._refuse_shared()
         for gradients in chosen:
-            gradients.divide(by.to(gradients.tensors[0].device))
+            gradients.divide(by.to(gradients.device), at_most)
 
     def nonfinite(self) -> Tensor:
         """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
-        flags = [gradients.flag().to(self.device) for gradients in self._with_gradients()]
-        if len(flags) == 1:
-            return flags[0]
-        return torch.stack(flags).amax() if flags else torch.zeros((), device=self.device)
+        peaks = [gradients.peak() for gradients in self._with_gradients()]
+        return fold_flags([], peaks, self.device) if peaks else torch.zeros((), device=self.device)
 
     def materialise(self) -> None:
         """Divide what is pending out of ``.grad``: a reader needs true gradients there."""
@@ -119,8 +176,8 @@ class UpdateWindow:
 
     def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
-        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters()}
-        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters()}
+        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters}
+        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters}
         named: dict[str, Tensor] = {}
         for key, model in models.items():
             prefix = f"{key}." if len(models) > 1 else ""
@@ -135,7 +192,7 @@ class UpdateWindow:
     @property
     def veto_flag(self) -> Tensor | None:
         """See `TrainContext.veto_flag`."""
-        return self.decision.veto_flag()
+        return self.decision.veto_flag() if self._flag is None else self._flag
 
     @property
     def vetoed(self) -> bool:
@@ -144,25 +201,19 @@ class UpdateWindow:
 
     def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto`."""
-        hook = self._at_work
-        if hook is None or not hook.defers_veto:
-            who = (
-                "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"
-            )
-            raise HookContractError(
-                f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
-            )
-        if not self.voting:
-            raise HookContractError(
-                f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
-                "in a window that is still open (ctx.window_complete is False)."
-            )
-        if not isinstance(flag, Tensor) or flag.dim() != 0:
-            got = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
-            raise HookContractError(
-                f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
-            )
-        self.decision.defer(Veto(hook.state_key, reason), flag.detach(), found_inf=found_inf)
+        hook = self._deferring(reason)
+        self.decision.defer(hook, reason, _scalar(flag, hook), found_inf=found_inf)
+
+    def defer_veto_above(self, value: object, limit: float, reason: str, *, found_inf: bool = False) -> None:
+        """See `TrainContext.defer_veto_above`."""
+        hook = self._deferring(reason)
+        self.decision.defer_above(hook, reason, _scalar(value, hook), limit, found_inf=found_inf)
+
+    def defer_veto_nonfinite(self, reason: str) -> None:
+        """See `TrainContext.defer_veto_nonfinite`."""
+        hook = self._deferring(reason)
+        peaks = [gradients.peak() for gradients in self._with_gradients()]
+        self.decision.defer_nonfinite(hook, reason, peaks)
 
     def note_veto(self, reason: str) -> None:
         """See `TrainContext.note_veto`."""
@@ -175,13 +226,29 @@ class UpdateWindow:
 
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
-        return self.decision.read_later(tensor.detach())
+        own = any(tensor is norm for norm, _ in self._measured)  # nobody changes these
+        return self.decision.read_later(tensor if own else tensor.detach().clone())  # what it holds now
+
+    def offer_average(
+        self,
+        averages: Sequence[Tensor],
+        live: Sequence[Tensor],
+        weight: float,
+        accumulators: Sequence[Tensor] | None = None,
+    ) -> AverageOffer | None:
+        """See `TrainContext.offer_average`."""
+        if not self._executors:
+            return None
+        self._offers.append(offer := AverageOffer(averages, live, weight, accumulators))
+        return offer
 
     # What the orchestrator does with it.
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
-        self.optimizers, self.given_scaler, self.scaler = optimizers, scaler, drive(scaler)
+        self.optimizers = optimizers
+        if scaler is not self.given_scaler:
+            self.given_scaler, self.scaler = scaler, drive(scaler)
         self.begun = True
 
     def follow(self, scaler: Any) -> None:
@@ -198,7 +265,7 @@ class UpdateWindow:
 
     def begin_voting(self) -> None:
         """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
-        self.voting = True
+        self.voting = self._has_voted = True
         if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
             self.refresh()
 
@@ -218,49 +285,102 @@ class UpdateWindow:
             _ = self.grad_norm  # it stays what it was before the change
         for gradients in measured:
             if self.scaler is not None:
-                gradients.flag()
+                gradients.peak()
             gradients.collect()
+        self._look_at_gradients()
+        self._measured.clear()
+        self._changed = True
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
+        if self.scaler is not None or self.decision.waits:
+            numbers, take = self.ask()
+            take(read_together(numbers))
+
+    def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
+        """Return the numbers on which the step depends, and who takes their values once the host knows them."""
         scaled = self._with_gradients() if self.scaler is not None else []
-        measured = [g for g in scaled if g.holds_inf is None]
-        products = [g.pending_product() for g in scaled if g.scale is not None and g.divisor is not None]
-        flags = self.decision.resolve([*(gradients.flag() for gradients in measured), *products])
-        for gradients, flag in zip(measured, flags, strict=False):
-            gradients.holds_inf = gradients.found_here = flag != 0
-        if not all(math.isfinite(product) for product in flags[len(measured) :]) and not self.vetoed:
-            reason = "loss scale times clipping factor overflows, so that gradients would be divided to zero"
-            self.decision.vetoes.append(Veto("loss scale", reason))
-            self.decision.found_inf = True
+        measured = [gradients for gradients in scaled if gradients.holds_inf is None]
+        products = [gradients.pending_product() for gradients in scaled if gradients.has_product]
+        deferred, take_deferred = self.decision.ask()
+
+        def take(values: Sequence[float]) -> None:
+            first, second = len(deferred), len(deferred) + len(measured)
+            take_deferred(values[:first])
+            for gradients, peak in zip(measured, values[first:second], strict=True):
+                gradients.holds_inf = gradients.found_here = not math.isfinite(peak)
+            if not all(map(math.isfinite, values[second:])) and not self.vetoed:
+                self.decision.vetoes.append(_OVERFLOW)
+                self.decision.found_inf = True
+
+        return [*deferred, *(gradients.peak() for gradients in measured), *products], take
+
+    def fold(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return all vetoes as one flag, and the flag of each optimizer that has gradients, in which it may differ.
+
+        A flag is float32, 0-dim, exactly 0 or 1; None where nothing can veto.
+        """
+        deferred, chosen, bounded = self.decision.deferred, self._with_gradients(), self._bounded()
+        spared = all(any(gradients is one for one in bounded) for gradients in chosen)
+        counted = [one for one in deferred if not (one.nonfinite and spared)]
+        products = [g.pending_product() for g in chosen if g.has_product and not self._fits(g)]
+        common = fold_flags(counted, products, self.device) if counted or products else None
+        if self.scaler is None or spared or any(one.nonfinite for one in deferred):
+            return common, [common] * len(chosen)
+        own = [fold_flags([], [gradients.peak()], self.device) for gradients in chosen]
+        return common, list(own) if common is None else [torch.maximum(common, flag) for flag in own]
 
     def step(self, gradients: OptimizerGradients) -> None:
-        """Step one optimizer on true gradients; one that divides by itself does so in its own pass."""
-        optimizer = gradients.optimizer
-        if gradients.pending() is not None:
-            obstacle = gradients.why_not_folded()
-            if self.scaler is not None and not self.scaler.folds:
-                obstacle = "the scaler unscales by itself"
-            gradients.division = f"plain: {obstacle}" if obstacle else "folded"
-            if not obstacle:
-                self.unscaled |= self.scaler is not None
-                with gradients.divided_by_optimizer():
-                    optimizer.step()
-                return
+        """Step one optimizer for certain, on true gradients; one that divides by itself does so in its own pass."""
+        if self.execute(gradients, None):
+            return
         self._unscale(gradients)
         gradients.materialise()
         if self.scaler is None:
-            optimizer.step()
+            gradients.optimizer.step()
         else:
-            self.scaler.step(optimizer)
+            self.scaler.step(gradients.optimizer)
 
-    def close(self, found_inf: bool | None) -> None:
+    def execute(self, gradients: OptimizerGradients, veto_flag: Tensor | None, *, alone: bool = False) -> bool:
+        """Have an executor step one optimizer, under a veto that is still on the device or none at all.
+
+        Averages do not go along with a step that may be held back `alone`: they follow whatever steps.
+        """
+        optimizer, pending = gradients.optimizer, gradients.pending()
+        if self.scaler is not None and not self.scaler.folds:
+            obstacle = "the scaler unscales by itself"
+        elif not (obstacle := code_around_step(optimizer)):
+            divisor = None if pending is None else pending.to(torch.float32)
+            flag = veto_flag if veto_flag is None else veto_flag.to(gradients.device)
+            offers = () if alone else tuple(self._offers)
+            plan = OptimizerPlan(optimizer, gradients.with_grad, divisor, flag, offers)
+            for executor in (*self._executors, self._stock):
+                if executor.execute(plan):
+                    by = "" if executor is self._stock else f" by {type(executor).__name__}"
+                    gradients.division = f"folded{by}" if by or pending is not None else ""
+                    if veto_flag is None:
+                        self.settle_division(gradients)
+                    return True
+            obstacle = why_not_folded(optimizer, gradients.tensors)
+        gradients.division = f"plain: {obstacle}" if pending is not None else ""
+        return False
+
+    def settle_division(self, gradients: OptimizerGradients) -> None:
+        """Note that the step of one optimizer has divided what was pending out of its gradients."""
+        self.unscaled |= self.scaler is not None
+        gradients.settle_division()
+
+    def await_outcome(self, veto_flag: Tensor | None, resolve: Callable[[], Any] | None) -> None:
+        """Have `resolve` called before anybody looks at gradients again: what they are depends on the outcome."""
+        self._flag, self._resolve_pending = veto_flag, resolve
+
+    def close(self, found_inf: bool | Tensor | None) -> None:
         """End the window, and the scaler's with it; ending it twice is harmless."""
         if self.closed:
             return
         self.closed = True
         if self.scaler is not None:
-            if found_inf:
+            if found_inf is True:
                 for gradients in self._with_gradients():
                     if gradients.holds_inf:
                         self._unscale(gradients)  # so that torch's scaler has a record of the inf
@@ -270,13 +390,42 @@ class UpdateWindow:
         """Let go of the gradients, for whoever keeps the context of this window."""
         for gradients in self._gradients or ():
             gradients.release()
+        self._chosen = []
+
+    def _deferring(self, reason: str) -> TrainingUpdateHook:
+        """Return the hook at work, which must be one that may defer a veto, here and now."""
+        hook = self._at_work
+        if hook is None or not hook.defers_veto:
+            who = (
+                "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"
+            )
+            raise HookContractError(
+                f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
+            )
+        if not self.voting:
+            raise HookContractError(
+                f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
+                "in a window that is still open (ctx.window_complete is False)."
+            )
+        return hook
+
+    def _bounded(self) -> list[OptimizerGradients]:
+        """Return the gradients that are finite if no deferred veto on a norm of theirs counts."""
+        if self._changed:  # what a hook has made of them says nothing of what the backward pass left
+            return []
+        numbers = [number for one in self.decision.deferred if not one.nonfinite for number in one.numbers]
+        return [g for norm, chosen in self._measured if any(norm is number for number in numbers) for g in chosen]
+
+    def _fits(self, gradients: OptimizerGradients) -> bool:
+        """Return whether loss scale times divisor is finite whatever happens."""
+        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _ROOMY
 
     def _refuse_shared(self) -> None:
         if len(self.optimizers) == 1:
             return
         owners: dict[int, int] = {}
         for place, gradients in enumerate(self._gradients or ()):
-            for parameter in gradients.parameters():
+            for parameter in gradients.parameters:
                 if owners.setdefault(id(parameter), place) != place:
                     raise HookConflictError(
                         f"A parameter of shape {tuple(parameter.shape)} is in optimizer {owners[id(parameter)]} and "
@@ -286,10 +435,23 @@ class UpdateWindow:
 
     def _unscale(self, gradients: OptimizerGradients) -> None:
         if self.scaler is not None:
-            gradients.flag()  # found-inf is decided on what the backward pass left
+            gradients.peak()  # found-inf is decided on what the backward pass left
             self.unscaled = True
             self.scaler.unscale(gradients)
 
     def _with_gradients(self, optimizer: int | None = None) -> list[OptimizerGradients]:
-        chosen = self.gradients if optimizer is None else [self.gradients[optimizer]]
-        return [gradients for gradients in chosen if gradients.tensors]
+        if self._resolve_pending is not None:
+            self._resolve_pending()
+        gradients = self.gradients
+        if optimizer is None:
+            return self._chosen
+        return [gradients[optimizer]] if gradients[optimizer].tensors else []
+
+
+def _scalar(number: object, hook: object) -> Tensor:
+    if not isinstance(number, Tensor) or number.dim() != 0:
+        got = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, Tensor) else repr(number)
+        raise HookContractError(
+            f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
+        )
+    return number.detach() if number.requires_grad else number

@@ -5,6 +5,12 @@ Those of `foreach` are the ones that run, on every device; those of `reference` 
 
 from __future__ import annotations
 
-from nvalchemi_hooks_grad_clip.kernels.foreach import clamp_, clip_divisor, first_nonfinite
+from nvalchemi_hooks_grad_clip.kernels.foreach import (
+    clamp_,
+    clip_divisor,
+    first_nonfinite,
+    largest_divisor,
+    largest_usable,
+)
 
-__all__ = ["clamp_", "clip_divisor", "first_nonfinite"]
+__all__ = ["clamp_", "clip_divisor", "first_nonfinite", "largest_divisor", "largest_usable"]

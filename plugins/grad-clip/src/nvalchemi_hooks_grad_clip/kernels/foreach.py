@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["clamp_", "clip_divisor", "first_nonfinite"]
+__all__ = ["clamp_", "clip_divisor", "first_nonfinite", "largest_divisor", "largest_usable"]
 
 _EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 
 
-def clip_divisor(norm: Tensor, max_norm: float, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     r"""Return what to divide gradients by so that their norm becomes `max_norm` at most.
 
     :math:`d = \max(1, (n + 10^{-6}) / n_{max})`, the reciprocal of the factor of Pascanu et al. (2013) with the
@@ -25,28 +25,43 @@ def clip_divisor(norm: Tensor, max_norm: float, norm_type: float = 2.0) -> tuple
         0-dim, the norm of all gradients: float64 if they are, else float32.
     max_norm : float
         Above 0; inf gives the divisor 1.
-    norm_type : float
-        Which norm it is; it decides where a sum of powers would overflow.
 
     Returns
     -------
-    divisor : torch.Tensor
+    torch.Tensor
         0-dim, of the norm's dtype, finite: 1 where the norm is not, so that nothing is zeroed in silence.
-    unusable : torch.Tensor
-        0-dim bool: the norm is not finite, or a sum of powers in its dtype would overflow.
 
     Examples
     --------
     >>> import torch
-    >>> divisor, unusable = clip_divisor(torch.tensor(5.0), max_norm=2.0)
-    >>> round(divisor.item(), 4), unusable.item()
-    (2.5, False)
-    >>> [x.item() for x in clip_divisor(torch.tensor(torch.inf), max_norm=2.0)]
-    [1.0, True]
+    >>> round(clip_divisor(torch.tensor(5.0), max_norm=2.0).item(), 4)
+    2.5
+    >>> clip_divisor(torch.tensor(torch.inf), max_norm=2.0).item()
+    1.0
     """
-    unusable = norm.le(_largest_usable(norm.dtype, max_norm, norm_type)).logical_not_()  # nan is not below anything
-    divisor = norm.add(_EPSILON).div_(max_norm).nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=1.0)
-    return divisor, unusable
+    divisor = norm.add(_EPSILON)
+    if max_norm != 1.0:
+        divisor.div_(max_norm)
+    return divisor.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=1.0)
+
+
+def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
+    """Return the norm above which its sum of powers, or the divisor, would not fit into `dtype`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> f"{largest_usable(torch.float32, max_norm=1.0):.2g}"
+    '1.8e+19'
+    """
+    largest = torch.finfo(dtype).max
+    power = 1.0 if math.isinf(norm_type) else max(1.0, norm_type)
+    return float(min(largest ** (1.0 / power), largest * max_norm))
+
+
+def largest_divisor(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
+    """Return what `clip_divisor` cannot be above, for a norm that is usable."""
+    return (largest_usable(dtype, max_norm, norm_type) + _EPSILON) / max_norm
 
 
 def clamp_(tensors: Sequence[Tensor], limit: float, unless: Tensor) -> None:
@@ -97,10 +112,3 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
     largest = torch._foreach_norm([dense[place] for place in places], math.inf)  # cannot overflow, unlike a sum
     finite = torch.stack([norm.isfinite().to(largest[0].device) for norm in largest]).tolist()
     return next((place for place, fine in zip(places, finite, strict=True) if not fine), None)
-
-
-def _largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float) -> float:
-    """Return the norm above which the sum of powers, or the divisor, does not fit into `dtype`."""
-    largest = torch.finfo(dtype).max
-    power = 1.0 if math.isinf(norm_type) else max(1.0, norm_type)
-    return float(min(largest ** (1.0 / power), largest * max_norm))

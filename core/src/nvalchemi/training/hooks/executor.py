@@ -1,0 +1,240 @@
+"""Stepping an optimizer of ``torch.optim`` in its own fused pass, with divisor and veto taken along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import adagrad, adam, adamw, sgd
+from torch.optim import optimizer as torch_optimizer
+
+from nvalchemi.training.hooks.plan import OptimizerPlan
+
+__all__ = ["StockExecutor", "code_around_step", "why_not_folded"]
+
+
+def why_not_folded(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> str:
+    """Return why an optimizer cannot divide in its own pass, with the same bits; empty if it can."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return "the optimizer is not fused"
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return "the optimizer is not fused"
+    if code := code_around_step(optimizer):
+        return code
+    if any(gradient.dtype != torch.float32 for gradient in gradients):
+        return "gradients are not float32"
+    return ""
+
+
+def code_around_step(optimizer: torch.optim.Optimizer) -> str:
+    """Return why somebody's code may look at gradients when the optimizer steps; empty if nobody's can."""
+    before: Any = optimizer  # hooks before a step have no public list
+    if type(optimizer).__module__.startswith("torch.optim") and not (
+        before._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks
+    ):
+        return ""
+    return "code around the optimizer's step may look at gradients"
+
+
+class StockExecutor:
+    """Steps the fused optimizers of ``torch.optim``.
+
+    The first step of an optimizer goes through its ``step()``, which makes its state; so does every step that somebody
+    hooks into. Afterwards the same kernel is called through the public functional form on lists that are kept.
+    Everything else is refused, and so is a veto on the device where there is no complete state to be left alone.
+    """
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[torch.optim.Optimizer, _Kept] = WeakKeyDictionary()
+
+    def execute(self, plan: OptimizerPlan) -> bool:
+        """Step, or return False and change nothing."""
+        optimizer = plan.optimizer
+        kept = self._kept.get(optimizer)
+        if kept is not None and (kept.holds(optimizer, plan.parameters) or kept.follows(optimizer, plan.parameters)):
+            kept.step(plan)
+            return True
+        if plan.veto_flag is not None or why_not_folded(optimizer, [p.grad for p in plan.parameters]):  # type: ignore[misc]
+            return False
+        _step_through(optimizer, plan)
+        if type(optimizer) in _ALGORITHMS:
+            self._kept[optimizer] = _Kept()
+        return True
+
+    def __reduce__(self) -> tuple[type[StockExecutor], tuple[()]]:
+        return StockExecutor, ()  # lists are made anew where the optimizers are
+
+
+def _step_through(optimizer: Any, plan: OptimizerPlan) -> None:
+    """Call ``step()``; torch's fused optimizers look for the attribute, as its GradScaler sets it."""
+    if plan.divisor is None:
+        optimizer.step()
+        return
+    optimizer.grad_scale = plan.divisor
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale
+
+
+class _Kept:
+    """The lists of an optimizer that has stepped before, and by what one sees that they still hold."""
+
+    def __init__(self) -> None:
+        self._parameters: Sequence[Tensor] | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._state: Mapping[Tensor, dict[str, Any]] = {}
+        self._states: list[dict[str, Any]] = []
+        self._lists: list[tuple[list[Tensor], list[dict[str, Any]], tuple[Any, ...]]] = []
+
+    def holds(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
+        """Return whether nothing has changed but numbers: settings, weights, gradients and what the state holds."""
+        state: Mapping[Tensor, dict[str, Any]] = optimizer.state
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        return (
+            state is self._state  # load_state_dict makes new ones
+            and groups is self._groups
+            and len(groups) == len(self._lists)
+            and parameters is self._parameters
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
+            and _nobody_around(optimizer)
+        )
+
+    def follows(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
+        """Make the lists anew, and return whether every parameter has the state that it needs."""
+        if why_not_folded(optimizer, [p.grad for p in parameters]) or not _nobody_around(optimizer):  # type: ignore[misc]
+            return False
+        lists = []
+        for group in optimizer.param_groups:
+            own = [p for p in group["params"] if p.grad is not None]
+            states = [optimizer.state.get(p, {}) for p in own]
+            needed = _ALGORITHMS[type(optimizer)].needs(group)
+            if any(name not in one or one[name] is None for one in states for name in needed):
+                return False
+            lists.append((own, states, _switches(group)))
+        self._lists, self._parameters = lists, parameters
+        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self._states = list(optimizer.state.values())
+        return True
+
+    def step(self, plan: OptimizerPlan) -> None:
+        """Call the fused kernel on every group."""
+        run = _ALGORITHMS[type(plan.optimizer)].run
+        with torch.no_grad():
+            for group, (own, states, _) in zip(plan.optimizer.param_groups, self._lists, strict=True):
+                if own:
+                    run(group, own, [p.grad for p in own], states, grad_scale=plan.divisor, found_inf=plan.veto_flag)
+
+
+def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the settings that say which state there is."""
+    get = group.get
+    return get("fused"), get("differentiable"), get("amsgrad"), get("momentum", 0) != 0
+
+
+def _nobody_around(optimizer: Any) -> bool:
+    """Return whether ``step()`` is torch's own and nobody has hooked into it, a scheduler's mark apart."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        return False
+    step = vars(optimizer).get("step")
+    if step is None:
+        return True
+    # A scheduler wraps step() to see that one came before its own; what it wraps must be torch's, and have been called.
+    return getattr(step, "__wrapped__", None) is type(optimizer).step and getattr(optimizer, "_opt_called", False)
+
+
+class _Algorithm(NamedTuple):
+    """A fused algorithm: the state it needs, and the call of its functional form."""
+
+    needs: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    run: Callable[..., None]
+
+
+def _column(states: list[dict[str, Any]], name: str) -> list[Tensor]:
+    return [state[name] for state in states]
+
+
+def _adam_needs(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+
+def _run_adam(
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+) -> None:
+    beta1, beta2 = group["betas"]
+    algorithm = adamw.adamw if group["decoupled_weight_decay"] else adam.adam
+    algorithm(
+        own,
+        grads,
+        _column(states, "exp_avg"),
+        _column(states, "exp_avg_sq"),
+        _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
+        _column(states, "step"),
+        foreach=False,
+        fused=True,
+        capturable=group["capturable"],
+        amsgrad=group["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        **amp,
+    )
+
+
+def _run_sgd(
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+) -> None:
+    momentum = group["momentum"]
+    sgd.sgd(
+        own,
+        grads,
+        _column(states, "momentum_buffer") if momentum else [None] * len(own),  # type: ignore[arg-type]
+        foreach=False,
+        fused=True,
+        weight_decay=group["weight_decay"],
+        momentum=momentum,
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        **amp,
+    )
+
+
+def _run_adagrad(
+    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+) -> None:
+    adagrad.adagrad(
+        own,
+        grads,
+        _column(states, "sum"),
+        _column(states, "step"),
+        foreach=False,
+        fused=True,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        lr_decay=group["lr_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        **amp,
+    )
+
+
+_ADAM = _Algorithm(_adam_needs, _run_adam)
+_ALGORITHMS: dict[type[torch.optim.Optimizer], _Algorithm] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.SGD: _Algorithm(lambda group: ("momentum_buffer",) if group["momentum"] else (), _run_sgd),
+    torch.optim.Adagrad: _Algorithm(lambda group: ("sum", "step"), _run_adagrad),
+}
