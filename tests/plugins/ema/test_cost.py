@@ -54,9 +54,11 @@ def test_an_update_with_buffers_reads_nothing_on_the_host():
 
 
 def test_an_update_in_low_precision_reads_nothing_on_the_host():
-    """Values are widened, blended and rounded; nothing asks the device for a number."""
+    """Values are widened, blended and rounded, each in one operation; nothing asks the device for a number."""
     counted = operations(nn.Sequential(*(nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(10))))
-    assert counted == {"_to_copy": 20, "_foreach_lerp_": 1, "_foreach_copy_": 1, "add_": 1}
+    assert counted.pop("_foreach_copy_") == 2
+    assert counted.pop("add_") == 1
+    assert counted in ({"_fused_sgd_": 1}, {"_foreach_lerp_": 1})
 
 
 def test_a_skipped_step_dispatches_nothing():

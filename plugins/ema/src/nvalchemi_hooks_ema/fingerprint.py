@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import getitem, is_
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 __all__ = ["Fingerprint"]
@@ -17,9 +16,9 @@ _address: Callable[[Any], int] = Tensor.data_ptr
 class Fingerprint:
     """Which parameters, buffers and children some modules hold, and where in memory the tensors lie.
 
-    A parameter that was replaced, a child that was exchanged and ``module.to(...)`` all show. No device is waited for, and
-    nothing is done in Python for a single tensor: dicts compare their values by identity before anything else, all at
-    once.
+    A parameter that was replaced, a child that was exchanged and ``module.to(...)`` all show. No device is waited for.
+    Dicts compare their values by identity before anything else, so that one comparison of two lists of dicts sees to
+    all objects.
 
     Parameters
     ----------
@@ -71,7 +70,5 @@ def _may_equal_another(value: object) -> bool:
 
 def _modules_to_first_parameter(module: nn.Module) -> Iterator[nn.Module]:
     name, _ = next(module.named_parameters())
-    yield module
-    for child in name.split(".")[:-1]:
-        module = module._modules[child]
-        yield module
+    path = name.split(".")[:-1]
+    return (module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from nvalchemi.training import bare_module
 from nvalchemi.training.hooks import TrainingUpdateHook
 from nvalchemi_hooks_ema.building import averaged_copy, finished
+from nvalchemi_hooks_ema.offers import wants_offers
 from nvalchemi_hooks_ema.shadow import Shadow
 from nvalchemi_hooks_ema.state import plain_copy, refuse_other_settings, update_count
 
@@ -112,7 +113,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     _shadow: Shadow | None = PrivateAttr(default=None)
     _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
-    _unsettled: Any = PrivateAttr(default=None)  # the step of an update that may have been vetoed
+    _unsettled: TrainContext | None = PrivateAttr(default=None)  # the step of an update that may have been vetoed
 
     # Two hooks of equal configuration are two hooks; comparing field by field would compare tensors.
     __eq__ = object.__eq__
@@ -136,7 +137,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         shadow = self._shadow
         if shadow is not None:
             shadow.withdraw()
-            if not will_skip and self._counts(ctx) and ctx.offer_average((), (), 1 - self.decay) is not None:
+            if not will_skip and self._counts(ctx) and wants_offers(ctx):
                 shadow.offer(self._source(ctx), ctx)
         return True
 

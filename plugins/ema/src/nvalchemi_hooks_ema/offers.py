@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from nvalchemi.hooks import TrainContext
     from nvalchemi.training.hooks import AverageOffer
 
-__all__ = ["Offered", "make_offers", "taken_names"]
+__all__ = ["Offered", "Offers", "taken_names", "wants_offers"]
+
+_grad = attrgetter("grad")
 
 
 class Offered(NamedTuple):
@@ -24,18 +28,23 @@ class Offered(NamedTuple):
     names: frozenset[str]
 
 
-def make_offers(
-    ctx: TrainContext, pairs: Iterable[Pair], accumulators: Mapping[str, Tensor], weight: float
-) -> list[Offered]:
-    """Offer the averages of parameters that are about to be stepped: one offer an optimizer, device and dtype.
+class _Group(NamedTuple):
+    """What one offer holds."""
+
+    averages: list[Tensor]
+    live: list[Tensor]
+    accumulators: list[Tensor] | None
+    names: frozenset[str]
+
+
+class Offers:
+    """The offers of an average: one for each optimizer, device and dtype.
 
     Buffers are no part of an offer, nor is a parameter that no optimizer holds or that has no gradient: no step will
     touch them. The hook sees to them by itself, and to every offer that is not taken.
 
     Parameters
     ----------
-    ctx : nvalchemi.hooks.TrainContext
-        At ``before_optimizer_step``.
     pairs : iterable of Pair
         All that is averaged.
     accumulators : mapping of str to torch.Tensor
@@ -43,25 +52,46 @@ def make_offers(
     weight : float
         1 - decay.
     """
-    owners = _owners(ctx.window.optimizers if ctx.window is not None else ())
-    groups: dict[tuple[int, torch.device, torch.dtype], list[Pair]] = {}
-    for pair in pairs:
-        owner = owners.get(id(pair.live))
-        if owner is not None and pair.blended and isinstance(pair.live, nn.Parameter):
-            groups.setdefault((owner, pair.live.device, pair.live.dtype), []).append(pair)
-    offered = []
-    for group in groups.values():
-        wide = [accumulators[pair.name] for pair in group if pair.name in accumulators]
-        averages, live = [pair.average for pair in group], [pair.live for pair in group]
-        offer = ctx.offer_average(averages, live, weight, wide or None)
-        if offer is not None:
-            offered.append(Offered(offer, frozenset(pair.name for pair in group)))
-    return offered
+
+    def __init__(self, pairs: Iterable[Pair], accumulators: Mapping[str, Tensor], weight: float) -> None:
+        self._pairs = [pair for pair in pairs if pair.blended and isinstance(pair.live, nn.Parameter)]
+        self._accumulators = accumulators
+        self._weight = weight
+        self._groups: list[_Group] = []
+        self._grouped_for: object = None
+
+    def make(self, ctx: TrainContext) -> list[Offered]:
+        """Make the offers, at ``before_optimizer_step``; they are grouped anew when other parameters have gradients."""
+        optimizers = ctx.window.optimizers if ctx.window is not None else ()
+        without = tuple(map(is_, map(_grad, [pair.live for pair in self._pairs]), repeat(None)))
+        key = tuple(map(id, optimizers)), without
+        if key != self._grouped_for:
+            self._groups, self._grouped_for = list(self._grouped(optimizers)), key
+        offers = [ctx.offer_average(g.averages, g.live, self._weight, g.accumulators) for g in self._groups]
+        made = zip(offers, self._groups, strict=True)
+        return [Offered(offer, group.names) for offer, group in made if offer is not None]
+
+    def _grouped(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[_Group]:
+        owners = _owners(optimizers)
+        groups: dict[tuple[int, torch.device, torch.dtype], list[Pair]] = {}
+        for pair in self._pairs:
+            if id(pair.live) in owners:
+                groups.setdefault((owners[id(pair.live)], pair.live.device, pair.live.dtype), []).append(pair)
+        for group in groups.values():
+            averages, live = [pair.average for pair in group], [pair.live for pair in group]
+            wide = [self._accumulators[pair.name] for pair in group if pair.name in self._accumulators]
+            yield _Group(averages, live, wide or None, frozenset(pair.name for pair in group))
+
+
+def wants_offers(ctx: TrainContext) -> bool:
+    """Return whether anybody would take an offer, by making one of nothing: lists are looked at only for a taker."""
+    return ctx.window is not None and ctx.offer_average((), (), 0.0) is not None
 
 
 def taken_names(offered: Sequence[Offered]) -> frozenset[str]:
     """Return the names of the pairs that were averaged along with a step."""
-    return frozenset().union(*(names for offer, names in offered if offer.taken))
+    taken = [names for offer, names in offered if offer.taken]
+    return taken[0] if len(taken) == 1 else frozenset().union(*taken)
 
 
 def _owners(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nvalchemi_hooks_ema import kernels
 from nvalchemi_hooks_ema.fingerprint import Fingerprint
+from nvalchemi_hooks_ema.offers import Offers
 from nvalchemi_hooks_ema.pairing import Pair
 
 __all__ = ["Plan"]
@@ -31,10 +32,10 @@ class Plan:
 
     Attributes
     ----------
-    pairs : sequence of Pair
-        As given.
     copying : list of Call
         The first update: every average becomes a copy of its live tensor.
+    offers : Offers
+        What whoever carries out a step may average along.
     rounded : list of (name, accumulator, average)
         The averages that are rounded accumulators.
     """
@@ -47,15 +48,13 @@ class Plan:
         accumulators: Mapping[str, Tensor],
         weight: float,
     ) -> None:
-        self.pairs = pairs
-        self.rounded = [(pair.name, accumulators[pair.name], pair.average) for pair in pairs if pair.name in accumulators]
-        self.copying = kernels.copying(
-            [
-                *((pair.average, pair.live) for pair in pairs),
-                *((accumulators[pair.name], pair.live) for pair in pairs if pair.name in accumulators),
-            ]
-        )
-        self._accumulators = dict(accumulators)
+        self.offers = Offers(pairs, accumulators, weight)
+        low = [(pair.name, accumulators[pair.name], pair) for pair in pairs if pair.name in accumulators]
+        self.rounded = [(name, accumulator, pair.average) for name, accumulator, pair in low]
+        copied = [(pair.average, pair.live) for pair in pairs]
+        self.copying = kernels.copying([*copied, *((accumulator, pair.live) for _, accumulator, pair in low)])
+        self._pairs = pairs
+        self._accumulators = accumulators
         self._weight = weight
         self._blending: dict[frozenset[str], list[kernels.Call]] = {}
         self._source, self._averaged = source, averaged
@@ -72,7 +71,7 @@ class Plan:
             The names of pairs that somebody else has seen to.
         """
         if without not in self._blending:
-            self._blending[without] = self._prepared([pair for pair in self.pairs if pair.name not in without])
+            self._blending[without] = self._prepared([pair for pair in self._pairs if pair.name not in without])
         return self._blending[without]
 
     def fits(self, source: nn.Module, averaged: nn.Module) -> bool:
@@ -80,13 +79,14 @@ class Plan:
         return source is self._source and averaged is self._averaged and self._average.holds() and self._live.holds()
 
     def _prepared(self, pairs: Collection[Pair]) -> list[kernels.Call]:
-        low = [
-            (self._accumulators[pair.name], pair.average, pair.live)
-            for pair in pairs
-            if pair.name in self._accumulators
-        ]
-        full = [(pair.average, pair.live) for pair in pairs if pair.blended and pair.name not in self._accumulators]
-        copied = [(pair.average, pair.live) for pair in pairs if not pair.blended]
+        low: list[tuple[Tensor, Tensor, Tensor]] = []
+        full: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for pair in pairs:
+            if pair.name in self._accumulators:
+                low.append((self._accumulators[pair.name], pair.average, pair.live))
+            else:
+                (full if pair.blended else copied).append((pair.average, pair.live))
         return [
             *kernels.blending(full, self._weight),
             *kernels.blending_rounded(low, self._weight),

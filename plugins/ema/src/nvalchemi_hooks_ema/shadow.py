@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nvalchemi_hooks_ema.offers import Offered, make_offers, taken_names
+from nvalchemi_hooks_ema.offers import Offered, taken_names
 from nvalchemi_hooks_ema.pairing import Pair, named_tensors, pair_up, prefix_between
 from nvalchemi_hooks_ema.plan import Plan
 from nvalchemi_hooks_ema.state import plain_copy, refuse_other_weights, renamed
@@ -103,7 +103,7 @@ class Shadow:
             return
         plan = self._fitting_plan(source)
         self._accept_writes()
-        self._offered = make_offers(ctx, plan.pairs, self.accumulators, self._weight)
+        self._offered = plan.offers.make(ctx)
 
     def withdraw(self) -> None:
         """Forget what was offered for a step that did not come."""
@@ -189,9 +189,7 @@ class Shadow:
         taken, self._offered = taken_names(self._offered), []
         if self._plan is not None:
             rounded = zip(self._plan.rounded, self._written, strict=True)
-            self._written = [
-                average._version if name in taken else version for (name, _, average), version in rounded
-            ]
+            self._written = [average._version if name in taken else version for (name, _, average), version in rounded]
         return taken
 
     def _accept_writes(self) -> None:
@@ -202,8 +200,7 @@ class Shadow:
                     accumulator.copy_(average)
 
     def _note_writes(self) -> None:
-        if self._plan is not None and self._plan.rounded:
-            self._written = [average._version for _, _, average in self._plan.rounded]
+        self._written = [average._version for _, _, average in self._plan.rounded] if self._plan is not None else []
 
     def _drop_wrapper(self, source: nn.Module) -> None:
         """Where the copy was made of a wrapper and the live model is bare now, keep the bare part, and its names."""

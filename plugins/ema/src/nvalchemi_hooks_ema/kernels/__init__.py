@@ -10,8 +10,8 @@ kernel       for what
 `tensorwise` subclasses of tensors
 ============ ====================================================================================
 
-A choice is made once, when the lists of tensors are known; it gives calls to be repeated every step, whose only argument
-is the veto, if there is one on the device.
+A choice is made once, when the lists of tensors are known; it gives calls to be repeated every step. Their only
+argument is the veto, if there is one on the device.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def blending(pairs: Iterable[tuple[Tensor, Tensor]], weight: float) -> list[Call
         choice = _choice(average, value, weight)
         groups.setdefault((choice, average.device, average.dtype), []).append((average, value))
     return [
-        Call(*(partial(kernel.blend_, *_columns(rows), weight) for kernel in choice), device)
+        _call(device, *(partial(kernel.blend_, *_columns(rows), weight) for kernel in choice))
         for (choice, device, _), rows in groups.items()
     ]
 
@@ -107,9 +107,9 @@ def blending_rounded(triples: Iterable[tuple[Tensor, Tensor, Tensor]], weight: f
         groups.setdefault((choice, average.device, average.dtype), []).append((accumulator, average, value))
     calls: list[Call] = []
     for (choice, device, _), rows in groups.items():
-        if choice is _TENSORWISE:
-            one_by_one = partial(tensorwise.blend_rounded_, *_columns(rows), weight)
-            calls.append(Call(one_by_one, one_by_one, device))
+        if choice == _TENSORWISE:
+            accumulators, averages, values = _columns(rows)
+            calls.append(_call(device, partial(tensorwise.blend_rounded_, accumulators, averages, values, weight)))
         else:
             calls.extend(_rounded_calls(choice, device, rows, weight))
     return calls
@@ -127,11 +127,10 @@ def copying(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Call]:
     for average, value in pairs:
         key = (_is_plain(average, value), average.device, average.dtype, value.device, value.dtype)
         groups.setdefault(key, []).append((average, value))
-    calls = []
-    for (plain, *_), rows in groups.items():
-        copy = partial((foreach if plain else tensorwise).copy_, *_columns(rows))
-        calls.append(Call(copy, copy, rows[0][0].device))
-    return calls
+    return [
+        _call(rows[0][0].device, partial((foreach if plain else tensorwise).copy_, *_columns(rows)))
+        for (plain, *_), rows in groups.items()
+    ]
 
 
 def describe(
@@ -175,14 +174,16 @@ def _choice(average: Tensor, value: Tensor, weight: float) -> _Choice:
     return _Choice(fused if average.device.type == "cpu" else foreach, fused)
 
 
-def _rounded_calls(
-    choice: _Choice, device: torch.device, rows: Sequence[rounded.Row], weight: float
-) -> Iterable[Call]:
-    chunks = list(rounded.in_chunks(rows))
-    rooms = rounded.room_for([[accumulator for accumulator, _, _ in chunk] for chunk in chunks])
-    for chunk, room in zip(chunks, rooms, strict=True):
-        lists = (*_columns(chunk), room)
-        yield Call(*(partial(rounded.blend_, kernel.blend_, *lists, weight) for kernel in choice), device)
+def _rounded_calls(choice: _Choice, device: torch.device, rows: Sequence[rounded.Row], weight: float) -> Iterable[Call]:
+    chunks = [_columns(chunk) for chunk in rounded.in_chunks(rows)]
+    rooms = rounded.room_for([accumulators for accumulators, _, _ in chunks])
+    for (accumulators, averages, values), room in zip(chunks, rooms, strict=True):
+        lists = (accumulators, averages, values, room)
+        yield _call(device, *(partial(rounded.blend_, kernel.blend_, *lists, weight) for kernel in choice))
+
+
+def _call(device: torch.device, free: Callable[..., None], vetoed: Callable[..., None] | None = None) -> Call:
+    return Call(free, vetoed or free, device)
 
 
 def _is_plain(*tensors: Tensor) -> bool:

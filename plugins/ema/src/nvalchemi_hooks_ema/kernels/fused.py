@@ -1,8 +1,8 @@
 """The same blend in one pass over all tensors, borrowed from torch's fused SGD.
 
 SGD with the average as its parameter, the value as its gradient, a weight decay of -1 and a learning rate of -weight
-computes ``average += weight * (value - average)``, and its `found_inf` is a veto that no host has to read. On a CPU, where
-``torch._foreach_lerp_`` is a loop, it has less overhead a tensor as well.
+computes ``average += weight * (value - average)``, and its `found_inf` is a veto that no host has to read. On a CPU,
+where ``torch._foreach_lerp_`` is a loop, it has less overhead a tensor as well.
 
 The operation is private to torch, and for half precision on a CPU it is wrong in torch 2.13. So it is used for float32
 and float64 only, and only after `agrees` has seen the very bits of ``torch._foreach_lerp_`` on the same kind of device.

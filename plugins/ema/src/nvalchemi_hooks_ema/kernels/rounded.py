@@ -1,4 +1,4 @@
-"""Low precision: values in bfloat16 and float16 are averaged in float32 accumulators, of which averages are the rounding.
+"""Low precision: bfloat16 and float16 are averaged in float32 accumulators, and the averages are these, rounded.
 
 An average in low precision would never move: its change in one step is below half a unit in the last place. Values are
 widened into a room that is kept from step to step, so that an update allocates nothing and is a few launches.
@@ -75,7 +75,7 @@ def room_for(chunks: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     sizes = [[_aligned(like.numel()) for like in chunk] for chunk in chunks]
     flat = torch.empty(max(map(sum, sizes)), dtype=torch.float32, device=chunks[0][0].device)
     return [
-        [_shaped(piece, like) for piece, like in zip(flat[: sum(size)].split(size), chunk, strict=True)]
+        [_shaped(piece, like) for piece, like in zip(torch.split(flat[: sum(size)], size), chunk, strict=True)]
         for chunk, size in zip(chunks, sizes, strict=True)
     ]
 
@@ -97,7 +97,8 @@ def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _parts(row: Row) -> Iterable[Row]:
     if row[0].numel() <= _CHUNK or not all(map(Tensor.is_contiguous, row)):
         return [row]
-    return zip(*(tensor.detach().view(-1).split(_CHUNK) for tensor in row), strict=True)  # type: ignore[arg-type]
+    accumulators, averages, values = (torch.split(tensor.detach().view(-1), _CHUNK) for tensor in row)
+    return zip(accumulators, averages, values, strict=True)
 
 
 def _shaped(piece: Tensor, like: Tensor) -> Tensor:
