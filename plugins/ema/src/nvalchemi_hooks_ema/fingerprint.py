@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from operator import getitem, is_
 from typing import Any, Self
 
@@ -24,6 +24,8 @@ class Fingerprint:
     ----------
     parts : iterable of torch.nn.Module
         The modules to watch; their children only if they are among them.
+    located : collection of torch.Tensor, optional
+        The tensors whose places in memory are watched; by default all that the parts hold.
 
     Examples
     --------
@@ -33,20 +35,23 @@ class Fingerprint:
     (True, False)
     """
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
+    def __init__(self, parts: Iterable[nn.Module], located: Collection[Tensor] | None = None) -> None:
         self._slots = [slot for part in parts for slot in (part._parameters, part._buffers, part._modules)]
         # What is freed may be followed by something else at its place, so everything is kept alive.
         self._held = [dict(slot) for slot in self._slots]
         odd = [(slot, name) for slot in self._slots for name, value in slot.items() if _may_equal_another(value)]
         self._odd_places = [slot for slot, _ in odd], [name for _, name in odd]
         self._odd = [slot[name] for slot, name in odd]
-        self._tensors = [value for slot in self._held for value in slot.values() if isinstance(value, Tensor)]
+        held = [value for slot in self._held for value in slot.values() if isinstance(value, Tensor)]
+        self._tensors = held if located is None else located
         self._addresses = list(map(_address, self._tensors))
 
     @classmethod
     def of_first_parameter(cls, module: nn.Module) -> Self:
         """Watch what leads to a module's first parameter, for modules that change as a whole or not at all."""
-        return cls(_modules_to_first_parameter(module))
+        name, first = next(module.named_parameters())
+        path = name.split(".")[:-1]
+        return cls([module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)], [first])
 
     def holds(self) -> bool:
         """Return whether everything is as it was."""
@@ -66,9 +71,3 @@ def _may_equal_another(value: object) -> bool:
     if isinstance(value, Tensor):
         return type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.numel() < 2
     return value is not None and type(value).__eq__ is not object.__eq__
-
-
-def _modules_to_first_parameter(module: nn.Module) -> Iterator[nn.Module]:
-    name, _ = next(module.named_parameters())
-    path = name.split(".")[:-1]
-    return (module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
