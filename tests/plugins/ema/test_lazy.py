@@ -158,7 +158,7 @@ def test_updates_are_counted_when_the_host_knows():
 @pytest.mark.parametrize(("start_step", "update_every", "updates"), [(3, 1, [3, 4, 5]), (0, 2, [2, 4]), (3, 2, [4])])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_it_counts_the_steps_before_their_counter_moves(lazy, start_step, update_every, updates):
-    """start_step and update_every see the number of the step at hand, in both modes, and vetoed batches do not count."""
+    """start_step and update_every see the number of the step at hand, in both modes; vetoed batches do not count."""
     hook, seen = EMAHook(start_step=start_step, update_every=update_every), []
     loop = Loop(DeferAt(0, 3), hook, lazy=lazy)
     while loop.steps < 5:
@@ -170,7 +170,7 @@ def test_it_counts_the_steps_before_their_counter_moves(lazy, start_step, update
 
 
 def test_the_first_copy_asks_at_once():
-    """Before anything was averaged a step is decided, so that an average never begins with a step that was not taken."""
+    """Before anything was averaged a step is decided, so that no average begins with a step that was not taken."""
     hook = EMAHook(start_step=2)
     loop = Loop(DeferAt(1), hook)
     loop.run(1)
