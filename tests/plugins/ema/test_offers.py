@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +100,8 @@ def trained(
     weights = [p for p in model.parameters() if p.requires_grad]
     steppers = [torch.optim.SGD(weights[place::optimizers], lr=0.05) for place in range(optimizers)]
     generator, steps = torch.Generator().manual_seed(1), 0
+    with TrainContext(models={"main": model}, optimizers=steppers) as ctx:
+        orchestrator(ctx, TrainingStage.SETUP)
     for batch in range(batches):
         models = {"main": model}
         with TrainContext(models=models, optimizers=steppers, step_count=steps, batch_count=batch) as ctx:
@@ -181,22 +184,47 @@ def test_several_averages_may_be_taken_or_left():
             assert torch.equal(one, other)
 
 
-def test_a_model_that_changed_is_offered_as_it_is_now():
-    """A weight that was replaced between two steps is neither offered nor averaged any more; its successor is."""
+def test_models_that_changed_are_offered_as_they_are_now():
+    """What was replaced between two steps, live or averaged, is neither offered nor averaged; its successor is."""
     states = []
     for wants in (takes_all, lambda offer: False):
+        hook = EMAHook(decay=0.9)
 
-        def replace(batch, model):
+        def replace(batch, model, averaged=hook.get_averaged_model):
+            if batch == 1:
+                averaged().load_state_dict(copy.deepcopy(averaged().state_dict()), assign=True)
             if batch == 3:
                 model.first.bias.data = torch.zeros(3)
                 model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
                 model.narrow.data = model.narrow.data.float()
 
-        hook = EMAHook(decay=0.9)
         trained(OneWalk(wants), hook, between=replace)
         states.append(hook.state_dict()["averaged_model_state"])
     assert states[0]["module.narrow"].dtype == torch.float32
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_an_offer_of_a_step_that_broke_off_is_forgotten():
+    """An error between the step and the average does not make later updates leave anything out."""
+
+    class BreaksOff(TrainingUpdateHook):
+        """Fails at its fourth step."""
+
+        priority = 45
+        reads_grad = False
+        steps = 0
+
+        def after_optimizer_step(self, ctx, *, skipped: bool) -> None:
+            self.steps += 1
+            if self.steps == 4:
+                raise KeyboardInterrupt
+
+    hook = EMAHook(decay=0.5)
+    with pytest.raises(KeyboardInterrupt):
+        trained(OneWalk(), BreaksOff(), hook)
+    before = hook.get_averaged_model().module.last.weight.clone()
+    model = trained(hook, batches=1)
+    assert torch.equal(hook.get_averaged_model().module.last.weight, before.lerp(model.last.weight, 0.5))
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -59,6 +59,9 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     (``DistributedDataParallel``, ``torch.compile``), and lives on the model's devices in the model's dtypes. Weights in
     bfloat16 or float16 are averaged in float32 accumulators, of which the averaged model holds the rounded values.
 
+    Where the host does not know yet whether a step was taken (a lazy orchestrator), the average follows under the veto
+    on the device, and `num_updates` counts when the step is settled; `state_dict` waits for that.
+
     To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
 
         torch.save({"model": model.state_dict(), "ema": hook.state_dict()}, path)

@@ -8,7 +8,7 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvalchemi_hooks_ema.pairing import Pair
 
@@ -54,7 +54,7 @@ class Offers:
     """
 
     def __init__(self, pairs: Iterable[Pair], accumulators: Mapping[str, Tensor], weight: float) -> None:
-        self._pairs = [pair for pair in pairs if pair.blended and isinstance(pair.live, nn.Parameter)]
+        self._pairs = [pair for pair in pairs if pair.blended]
         self._accumulators = accumulators
         self._weight = weight
         self._groups: list[_Group] = []

@@ -127,7 +127,7 @@ class Shadow:
         for call in plan.copying if self.is_fresh else plan.blending(taken):
             call(veto)
         counter = self.averaged.n_averaged
-        counter.add_(1 if veto is None else veto.to(counter.device, non_blocking=True).eq(0))
+        counter.add_(1 if veto is None else veto.to(counter.device).eq(0))
         self._counted = counter, counter._version
         self._note_writes()
 

@@ -51,7 +51,7 @@ class Call(NamedTuple):
         if veto is None:
             self.free()
         else:
-            self.vetoed(veto=veto.to(self.device, non_blocking=True))
+            self.vetoed(veto=veto.to(self.device))  # not without blocking: a CPU would read it too early
 
 
 class _Choice(NamedTuple):
