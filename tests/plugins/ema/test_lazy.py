@@ -211,6 +211,26 @@ def test_a_state_waits_for_the_decision(taken, same):
         loop.steps += taken
 
 
+def test_a_state_taken_before_the_others_know_has_counted_already():
+    """A hook that saves the average in the middle of AFTER_OPTIMIZER_STEP finds the counter of that very step."""
+
+    class Saves(DeferAt):
+        priority = 60
+
+        def after_optimizer_step(self, ctx, *, skipped: bool) -> None:
+            state = hook.state_dict()
+            self.pairs = [
+                *getattr(self, "pairs", []),
+                (state["num_updates"], int(hook.get_averaged_model().n_averaged)),
+            ]
+
+    hook, saves = EMAHook(decay=0.9), Saves(3)
+    loop = Loop(hook, saves)
+    loop.run(5)
+    assert saves.pairs == [(1, 1), (2, 2), (3, 3), (3, 3), (4, 4)]
+    assert hook.num_updates == loop.steps == 4
+
+
 def test_a_state_loaded_over_an_undecided_step_is_what_holds(same):
     """A step that is decided after a state was loaded does not count towards that state."""
     hook = EMAHook(decay=0.9)

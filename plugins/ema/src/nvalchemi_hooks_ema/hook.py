@@ -251,8 +251,9 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     def _settle(self) -> None:
         """Have an undecided update decided, for whoever reads the counter."""
-        if self._unsettled is not None:
-            _ = self._unsettled.step_skipped  # asking decides, and `settled` is called
+        ctx = self._unsettled
+        if ctx is not None:
+            self.settled(ctx, skipped=ctx.step_skipped)  # asking decides; most often it has settled us by itself then
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields if name != "num_updates"}

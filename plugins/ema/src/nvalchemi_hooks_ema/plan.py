@@ -36,7 +36,7 @@ class Plan:
         The first update: every average becomes a copy of its live tensor.
     offers : Offers
         What whoever carries out a step may average along.
-    rounded : list of (name, accumulator, average)
+    rounded, rounded_averages : list of (name, accumulator, average), list of torch.Tensor
         The averages that are rounded accumulators.
     """
 
@@ -51,6 +51,7 @@ class Plan:
         self.offers = Offers(pairs, accumulators, weight)
         low = [(pair.name, accumulators[pair.name], pair) for pair in pairs if pair.name in accumulators]
         self.rounded = [(name, accumulator, pair.average) for name, accumulator, pair in low]
+        self.rounded_averages = [average for _, _, average in self.rounded]
         copied = [(pair.average, pair.live) for pair in pairs]
         self.copying = kernels.copying([*copied, *((accumulator, pair.live) for _, accumulator, pair in low)])
         self._pairs = pairs

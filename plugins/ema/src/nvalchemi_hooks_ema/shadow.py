@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = ["Shadow"]
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _INNER = "module."  # where an AveragedModel keeps the copy
 _NOTHING: frozenset[str] = frozenset()
+_version = attrgetter("_version")
 _OF_THIS_PROCESS = ("_plan", "_counted", "_written", "_offered")
 
 
@@ -188,19 +190,25 @@ class Shadow:
             return _NOTHING
         taken, self._offered = taken_names(self._offered), []
         if self._plan is not None:
-            rounded = zip(self._plan.rounded, self._written, strict=True)
-            self._written = [average._version if name in taken else version for (name, _, average), version in rounded]
+            rounded = zip(self._plan.rounded, self._versions(), self._written, strict=True)
+            self._written = [new if name in taken else old for (name, _, _), new, old in rounded]
         return taken
 
     def _accept_writes(self) -> None:
         """Where somebody else wrote averaged weights that are rounded, the accumulators go on from there."""
-        if self._written and self._plan is not None:
-            for (_, accumulator, average), version in zip(self._plan.rounded, self._written, strict=True):
-                if average._version != version:
+        if self._written != (versions := self._versions()):
+            assert self._plan is not None
+            for (_, accumulator, average), written, version in zip(
+                self._plan.rounded, self._written, versions, strict=True
+            ):
+                if written != version:
                     accumulator.copy_(average)
 
     def _note_writes(self) -> None:
-        self._written = [average._version for _, _, average in self._plan.rounded] if self._plan is not None else []
+        self._written = self._versions()
+
+    def _versions(self) -> list[int]:
+        return list(map(_version, self._plan.rounded_averages)) if self._plan is not None else []
 
     def _drop_wrapper(self, source: nn.Module) -> None:
         """Where the copy was made of a wrapper and the live model is bare now, keep the bare part, and its names."""
