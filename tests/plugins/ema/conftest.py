@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,16 @@ from torch import nn
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage
 from nvalchemi_hooks_ema import EMAHook
+from nvalchemi_hooks_ema.kernels import rounded, tensorwise
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -101,3 +111,29 @@ def same() -> Callable[[dict, dict], bool]:
         )
 
     return compare
+
+
+@pytest.fixture
+def tensors() -> Callable[[torch.dtype, int], list[torch.Tensor]]:
+    """Makes reproducible tensors of many shapes: whole vectors, tails, scalars, nothing at all."""
+
+    def make(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(), (1,), (7,), (0,), (3, 5), (1031,), (2, 3, 4)]
+        return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+    return make
+
+
+@pytest.fixture
+def blend_rounded_() -> Callable[..., None]:
+    """Runs a low-precision blend on a kernel for float32."""
+
+    def blend(kernel, accumulators, averages, values, weight, veto=None) -> None:
+        if kernel is tensorwise:
+            tensorwise.blend_rounded_(accumulators, averages, values, weight, veto)
+        else:
+            room = rounded.room_for([accumulators])[0]
+            rounded.blend_(kernel.blend_, accumulators, averages, values, room, weight, veto)
+
+    return blend

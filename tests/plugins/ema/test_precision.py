@@ -54,9 +54,10 @@ def test_only_low_precision_weights_have_accumulators(primed, context):
     assert "accumulators" not in primed(nn.Linear(1, 1), 1.0).state_dict()
 
 
-def test_many_large_low_precision_tensors_are_averaged_in_parts(monkeypatch, primed, fill, follow):
-    """Cutting the widened lists into parts changes no number."""
-    monkeypatch.setattr("nvalchemi_hooks_ema.kernels._CHUNK", 10)
+@pytest.mark.parametrize("chunk", [1, 4, 10])
+def test_many_large_low_precision_tensors_are_averaged_in_parts(chunk, monkeypatch, primed, fill, follow):
+    """Cutting lists, and tensors that are larger than a part, changes no number."""
+    monkeypatch.setattr("nvalchemi_hooks_ema.kernels.rounded._CHUNK", chunk)
     model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(5)))
     hook = primed(model, 0.0, decay=0.75)
     fill(model, 4.0)

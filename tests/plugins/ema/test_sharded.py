@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from nvalchemi.hooks import TrainContext
-from nvalchemi_hooks_ema import EMAHook
+from nvalchemi_hooks_ema import EMAHook, kernels
 
 WEIGHTS = [torch.arange(5.0) + step for step in range(3)]
 
@@ -45,6 +45,12 @@ def work(rank, group):
     whole = hook.get_averaged_model().module.weight.full_tensor().squeeze(1)
     expected = WEIGHTS[0].lerp(WEIGHTS[1], 0.25).lerp(WEIGHTS[2], 0.25)
     assert torch.equal(whole, expected), (whole, expected)
+    average = hook.get_averaged_model().module.weight
+    for veto, wanted in ((1.0, expected), (0.0, expected.lerp(WEIGHTS[2], 0.25))):
+        with torch.no_grad():
+            for call in kernels.blending([(average, model.weight)], 0.25):
+                call(veto=torch.tensor(veto))
+        assert torch.equal(average.full_tensor().squeeze(1), wanted), veto
     distributed.destroy_process_group()
 
 
@@ -54,7 +60,7 @@ if __name__ == "__main__":
 
 
 def test_a_sharded_model_is_refused_by_name_or_averaged_shard_by_shard(tmp_path):
-    """On two ranks with five rows, a sharded copy that is supplied has the whole average; without one SETUP says so."""
+    """On two ranks a supplied copy has the whole average, and keeps to a veto; without a copy SETUP says what to do."""
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     done = subprocess.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from nvalchemi.training import bare_module
 from nvalchemi.training.hooks import TrainingUpdateHook
 from nvalchemi_hooks_ema.building import averaged_copy, finished
+from nvalchemi_hooks_ema.offers import wants_offers
 from nvalchemi_hooks_ema.shadow import Shadow
 from nvalchemi_hooks_ema.state import plain_copy, refuse_other_settings, update_count
 
@@ -58,6 +59,9 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     (``DistributedDataParallel``, ``torch.compile``), and lives on the model's devices in the model's dtypes. Weights in
     bfloat16 or float16 are averaged in float32 accumulators, of which the averaged model holds the rounded values.
 
+    Where the host does not know yet whether a step was taken (a lazy orchestrator), the average follows under the veto
+    on the device, and `num_updates` counts when the step is settled; `state_dict` waits for that.
+
     To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
 
         torch.save({"model": model.state_dict(), "ema": hook.state_dict()}, path)
@@ -99,7 +103,9 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-    reads_grad: ClassVar[bool] = False  # type: ignore[misc]  # pydantic would take it for a field otherwise
+    # Annotated, for pydantic would take them for fields otherwise.
+    reads_grad: ClassVar[bool] = False  # type: ignore[misc]
+    defers_veto: ClassVar[bool] = True  # type: ignore[misc]
 
     model_key: str = Field(default="main", min_length=1, frozen=True)
     decay: float = Field(default=0.999, ge=0.0, lt=1.0, frozen=True)
@@ -110,6 +116,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     _shadow: Shadow | None = PrivateAttr(default=None)
     _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
+    _unsettled: TrainContext | None = PrivateAttr(default=None)  # the step of an update that may have been vetoed
 
     # Two hooks of equal configuration are two hooks; comparing field by field would compare tensors.
     __eq__ = object.__eq__
@@ -128,14 +135,40 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         """Build the average, or fit one that was restored to the model as it is now."""
         self._fitted_shadow(self._source(ctx))
 
+    def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
+        """Veto nothing; offer the average to whoever carries out the step, if there is somebody who would take it."""
+        shadow = self._shadow
+        if shadow is not None:
+            shadow.withdraw()
+            if not will_skip and self._counts(ctx) and wants_offers(ctx):
+                shadow.offer(self._source(ctx), ctx)
+        return True
+
     def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
-        """Update the average if the step was executed and is one that counts."""
-        completed = ctx.step_count + 1
-        if skipped or completed < self.start_step or completed % self.update_every:
+        """Update the average if the step was executed and is one that counts.
+
+        Where a veto is still on the device the update is done under it, without waiting; the first copy cannot.
+        """
+        if skipped or not self._counts(ctx):
             return
         source = self._source(ctx)
-        (self._shadow or self._fitted_shadow(source)).update(source)
-        self.num_updates += 1
+        shadow = self._shadow or self._fitted_shadow(source)
+        veto = ctx.veto_flag if ctx.window is not None else None
+        if veto is not None and shadow.is_fresh:
+            if ctx.step_skipped:  # asking decides
+                return
+            veto = None
+        shadow.update(source, veto)
+        if veto is None:
+            self.num_updates += 1
+        else:
+            self._unsettled = ctx
+
+    def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
+        """Count an update that was done under a veto, now that the host knows whether it was one."""
+        if self._unsettled is not None:
+            self._unsettled = None
+            self.num_updates += not skipped
 
     def get_averaged_model(self) -> AveragedModel:
         """Return the averaged model: in eval mode, without gradients, up to date.
@@ -162,6 +195,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
             (float32, by name, only for weights in bfloat16 and float16). It loads with
             ``torch.load(weights_only=True)``.
         """
+        self._settle()
         waiting = {name: plain_copy(value) for name, value in self._pending.items()}
         held = self._shadow.state() if self._shadow is not None else waiting
         return {**self._settings(), "num_updates": self.num_updates, **held}
@@ -180,6 +214,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         ValueError
             A setting differs, or the averaged weights do not fit: both values are named, nothing has changed.
         """
+        self._settle()
         refuse_other_settings(self._settings(), state)
         num_updates = update_count(state, default=self.num_updates)
         weights = state.get("averaged_model_state")
@@ -192,6 +227,16 @@ class EMAHook(TrainingUpdateHook, BaseModel):
             self._pending = {name: plain_copy(value) for name, value in held.items() if value}
         self.num_updates = num_updates
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """Settle first: a step that is under way stays behind."""
+        self._settle()
+        return super().__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Settle first: a step that is under way stays behind."""
+        self._settle()
+        return super().__deepcopy__(memo)
+
     def _build_averaged_model(self, source: nn.Module) -> AveragedModel:
         """Return an `AveragedModel` around a copy of `source`, the model without its wrappers.
 
@@ -199,6 +244,16 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         averaging function that it was built with does not matter.
         """
         return averaged_copy(source, decay=self.decay, use_buffers=self.use_buffers)
+
+    def _counts(self, ctx: TrainContext) -> bool:
+        completed = ctx.step_count + 1
+        return completed >= self.start_step and completed % self.update_every == 0
+
+    def _settle(self) -> None:
+        """Have an undecided update decided, for whoever reads the counter."""
+        ctx = self._unsettled
+        if ctx is not None:
+            self.settled(ctx, skipped=ctx.step_skipped)  # asking decides; most often it has settled us by itself then
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields if name != "num_updates"}

@@ -1,94 +1,95 @@
-"""One update of the average, prepared for as long as both models hold the same tensors."""
+"""The updates of an average, prepared for as long as both models hold the same tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from nvalchemi_hooks_ema import kernels
 from nvalchemi_hooks_ema.fingerprint import Fingerprint
+from nvalchemi_hooks_ema.offers import Offers
 from nvalchemi_hooks_ema.pairing import Pair
 
 __all__ = ["Plan"]
 
+_NOTHING: frozenset[str] = frozenset()
 
-@dataclass(frozen=True, slots=True)
+
 class Plan:
     """What is called in an update, and what has to stay the same for it.
 
+    Parameters
+    ----------
+    source, averaged : torch.nn.Module
+        The live model and the averaged one.
+    pairs : sequence of Pair
+        Their tensors, in line with each other in device and dtype.
+    accumulators : mapping of str to torch.Tensor
+        The float32 averages of those pairs that are in low precision, by name.
+    weight : float
+        1 - decay.
+
     Attributes
     ----------
-    copying : list of callables
+    copying : list of Call
         The first update: every average becomes a copy of its live tensor.
-    blending : list of callables
-        The following ones: averages move towards their live tensors; what cannot be averaged is copied.
-    rounded : list of (accumulator, average)
+    offers : Offers
+        What whoever carries out a step may average along.
+    rounded, rounded_averages : list of (name, accumulator, average), list of torch.Tensor
         The averages that are rounded accumulators.
     """
 
-    source: nn.Module
-    live: Fingerprint
-    first_average: Tensor
-    address: int
-    copying: list[Callable[[], None]]
-    blending: list[Callable[[], None]]
-    rounded: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         source: nn.Module,
         averaged: nn.Module,
         pairs: Sequence[Pair],
         accumulators: Mapping[str, Tensor],
         weight: float,
-    ) -> Self:
-        """Prepare the update of paired tensors.
+    ) -> None:
+        self.offers = Offers(pairs, accumulators, weight)
+        low = [(pair.name, accumulators[pair.name], pair) for pair in pairs if pair.name in accumulators]
+        self.rounded = [(name, accumulator, pair.average) for name, accumulator, pair in low]
+        self.rounded_averages = [average for _, _, average in self.rounded]
+        copied = [(pair.average, pair.live) for pair in pairs]
+        self.copying = kernels.copying([*copied, *((accumulator, pair.live) for _, accumulator, pair in low)])
+        self._pairs = pairs
+        self._accumulators = accumulators
+        self._weight = weight
+        self._blending: dict[frozenset[str], list[kernels.Call]] = {}
+        self._source, self._averaged = source, averaged
+        self._live = Fingerprint(source.modules())
+        # The averaged model is moved or replaced as a whole or not at all, so one tensor of it is enough to look at.
+        self._average = Fingerprint.of_first_parameter(averaged)
+
+    def blending(self, without: frozenset[str] = _NOTHING) -> list[kernels.Call]:
+        """Return the calls of every other update: averages move, and what cannot be averaged is copied.
 
         Parameters
         ----------
-        source, averaged : torch.nn.Module
-            The live model and the averaged one.
-        pairs : sequence of Pair
-            Their tensors, in line with each other in device and dtype.
-        accumulators : mapping of str to torch.Tensor
-            The float32 averages of those pairs that are in low precision, by name.
-        weight : float
-            1 - decay.
+        without : frozenset of str
+            The names of pairs that somebody else has seen to.
         """
-        low = [(accumulators[pair.name], pair.average, pair.live) for pair in pairs if pair.name in accumulators]
-        full = [(pair.average, pair.live) for pair in pairs if pair.blended and pair.name not in accumulators]
-        copied = [(pair.average, pair.live) for pair in pairs if not pair.blended]
-        first = next(averaged.parameters())
-        return cls(
-            source=source,
-            live=Fingerprint(source),
-            first_average=first,
-            address=first.data_ptr(),
-            copying=kernels.copying(
-                [
-                    *((pair.average, pair.live) for pair in pairs),
-                    *((accumulator, live) for accumulator, _, live in low),
-                ]
-            ),
-            blending=[
-                *kernels.blending(full, weight),
-                *kernels.blending_rounded(low, weight),
-                *kernels.copying(copied),
-            ],
-            rounded=[(accumulator, average) for accumulator, average, _ in low],
-        )
+        if without not in self._blending:
+            self._blending[without] = self._prepared([pair for pair in self._pairs if pair.name not in without])
+        return self._blending[without]
 
     def fits(self, source: nn.Module, averaged: nn.Module) -> bool:
         """Return whether both models still hold the same tensors, without waiting for a device."""
-        # The averaged model is moved or replaced as a whole or not at all, so one tensor of it is enough to look at.
-        first = next(averaged.parameters())
-        return (
-            source is self.source
-            and first is self.first_average
-            and first.data_ptr() == self.address
-            and self.live.holds()
-        )
+        return source is self._source and averaged is self._averaged and self._average.holds() and self._live.holds()
+
+    def _prepared(self, pairs: Collection[Pair]) -> list[kernels.Call]:
+        low: list[tuple[Tensor, Tensor, Tensor]] = []
+        full: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for pair in pairs:
+            if pair.name in self._accumulators:
+                low.append((self._accumulators[pair.name], pair.average, pair.live))
+            else:
+                (full if pair.blended else copied).append((pair.average, pair.live))
+        return [
+            *kernels.blending(full, self._weight),
+            *kernels.blending_rounded(low, self._weight),
+            *kernels.copying(copied),
+        ]

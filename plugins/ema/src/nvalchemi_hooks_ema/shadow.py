@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from nvalchemi_hooks_ema.offers import Offered, taken_names
 from nvalchemi_hooks_ema.pairing import Pair, named_tensors, pair_up, prefix_between
 from nvalchemi_hooks_ema.plan import Plan
 from nvalchemi_hooks_ema.state import plain_copy, refuse_other_weights, renamed
+
+if TYPE_CHECKING:
+    from nvalchemi.hooks import TrainContext
 
 __all__ = ["Shadow"]
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _INNER = "module."  # where an AveragedModel keeps the copy
+_NOTHING: frozenset[str] = frozenset()
+_version = attrgetter("_version")
+_OF_THIS_PROCESS = ("_plan", "_counted", "_written", "_offered")
 
 
 class Shadow:
@@ -42,6 +50,7 @@ class Shadow:
     _plan: Plan | None
     _counted: tuple[Tensor, int] | None  # n_averaged, and its version when it was known to be above 0
     _written: list[int]  # the versions of the rounded tensors when they matched their accumulators
+    _offered: list[Offered]  # what may have been averaged along with the step
 
     def __init__(self, averaged: AveragedModel, *, decay: float, use_buffers: bool) -> None:
         self.averaged = averaged
@@ -69,26 +78,58 @@ class Shadow:
         self.averaged.eval().requires_grad_(False)
         for pair in pairs:
             self._align(pair)
-        self._plan = Plan.of(source, self.averaged.module, pairs, self.accumulators, self._weight)
+        counter = self.averaged.n_averaged
+        counter.data = counter.to(pairs[0].live.device)  # where a veto will be
+        self._plan = Plan(source, self.averaged.module, pairs, self.accumulators, self._weight)
         self._note_writes()
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was averaged yet, so that the next update copies."""
+        counter = self.averaged.n_averaged
+        if self._counted is not None and self._counted[0] is counter and self._counted[1] == counter._version:
+            return False
+        return int(counter) == 0  # read only where somebody else may have written it
+
+    def offer(self, source: nn.Module, ctx: TrainContext) -> None:
+        """Let the coming step average along what it can; `update` sees to the rest.
+
+        Parameters
+        ----------
+        source : torch.nn.Module
+            The live model without its wrappers.
+        ctx : nvalchemi.hooks.TrainContext
+            At ``before_optimizer_step``.
+        """
+        if self.is_fresh:  # a copy, which nobody else makes
+            return
+        plan = self._fitting_plan(source)
+        self._accept_writes()
+        self._offered = plan.offers.make(ctx)
+
+    def withdraw(self) -> None:
+        """Forget what was offered for a step that did not come."""
+        self._offered = []
+
     @torch.no_grad()
-    def update(self, source: nn.Module) -> None:
+    def update(self, source: nn.Module, veto: Tensor | None = None) -> None:
         """Follow the live model: the first time by a copy, then by ``decay * old + (1 - decay) * new``.
 
         Parameters
         ----------
         source : torch.nn.Module
             The live model without its wrappers.
+        veto : torch.Tensor, optional
+            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged or counted. There is none for a
+            copy: an average that `is_fresh` has to know whether the step was executed.
         """
-        if self._plan is None or not self._plan.fits(source, self.averaged.module):
-            self.match(source)
-        assert self._plan is not None
+        taken = self._take_offered()
+        plan = self._fitting_plan(source)
         self._accept_writes()
-        for call in self._plan.copying if self._is_fresh() else self._plan.blending:
-            call()
+        for call in plan.copying if self.is_fresh else plan.blending(taken):
+            call(veto)
         counter = self.averaged.n_averaged
-        counter.add_(1)
+        counter.add_(1 if veto is None else veto.to(counter.device).eq(0))
         self._counted = counter, counter._version
         self._note_writes()
 
@@ -128,30 +169,46 @@ class Shadow:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: lists of tensors, and versions."""
         self._accept_writes()
-        return {name: value for name, value in vars(self).items() if name not in ("_plan", "_counted", "_written")}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
 
     def _forget(self) -> None:
-        self._plan, self._counted, self._written = None, None, []
+        self._plan, self._counted, self._written, self._offered = None, None, [], []
 
-    def _is_fresh(self) -> bool:
-        counter = self.averaged.n_averaged
-        if self._counted is not None and self._counted[0] is counter and self._counted[1] == counter._version:
-            return False
-        return int(counter) == 0  # read only where somebody else may have written it
+    def _fitting_plan(self, source: nn.Module) -> Plan:
+        if self._plan is None or not self._plan.fits(source, self.averaged.module):
+            self.match(source)
+        assert self._plan is not None
+        return self._plan
+
+    def _take_offered(self) -> frozenset[str]:
+        """Return the names of what is averaged already; that the step wrote those averages is as it should be."""
+        if not self._offered:
+            return _NOTHING
+        taken, self._offered = taken_names(self._offered), []
+        if self._plan is not None:
+            rounded = zip(self._plan.rounded, self._versions(), self._written, strict=True)
+            self._written = [new if name in taken else old for (name, _, _), new, old in rounded]
+        return taken
 
     def _accept_writes(self) -> None:
         """Where somebody else wrote averaged weights that are rounded, the accumulators go on from there."""
-        if self._plan is not None:
-            for (accumulator, average), version in zip(self._plan.rounded, self._written, strict=True):
-                if average._version != version:
+        if self._written != (versions := self._versions()):
+            assert self._plan is not None
+            for (_, accumulator, average), written, version in zip(
+                self._plan.rounded, self._written, versions, strict=True
+            ):
+                if written != version:
                     accumulator.copy_(average)
 
     def _note_writes(self) -> None:
-        self._written = [average._version for _, average in self._plan.rounded] if self._plan is not None else []
+        self._written = self._versions()
+
+    def _versions(self) -> list[int]:
+        return list(map(_version, self._plan.rounded_averages)) if self._plan is not None else []
 
     def _drop_wrapper(self, source: nn.Module) -> None:
         """Where the copy was made of a wrapper and the live model is bare now, keep the bare part, and its names."""
