@@ -77,8 +77,8 @@ def update(
     Examples
     --------
     >>> still = Element(weight=1.0, first=0.0, second=0.0, average=1.0, step=0.0)
-    >>> update(still, 2.0, lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0, share=0.5)
-    Element(weight=0.9, first=0.2, second=0.04, average=0.95, step=1.0)
+    >>> update(still, 2.0, lr=0.1, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, share=0.5)
+    Element(weight=0.9, first=1.0, second=2.0, average=0.95, step=1.0)
     """
     if veto:
         return element
