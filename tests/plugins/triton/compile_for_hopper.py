@@ -1,4 +1,4 @@
-"""Compiles every program for sm_90, which takes no GPU, and prints what the code is like as JSON.
+"""Compiles every program for sm_90 as a launch would, which takes no GPU, and prints what the code is like as JSON.
 
 A process of its own, because the tests have Triton's interpreter on, and what is interpreted cannot be compiled.
 """
@@ -16,52 +16,76 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
-from nvalchemi_hooks_triton.kernels import device
-from nvalchemi_hooks_triton.kernels.onepass import block_sizes
-from nvalchemi_hooks_triton.kernels.tables import CHUNK
+from nvalchemi_hooks_triton.kernels import Batch, Rule, Tables, onepass, update_
 
-KINDS = {
-    **dict.fromkeys(("p", "m", "v", "e", "r", "g", "size"), "i64"),
-    **dict.fromkeys(("steps", "tensors", "gradients"), "*i64"),
-    **dict.fromkeys(("scalars", "divisor", "veto"), "*fp32"),
-    **{"log_betas": "*fp64", "chunks": "*i32", "count": "i32", "place": "i32"},
-}  # what is not here is a number, fp32
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+RULE = Rule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
-def code(name: str, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> dict[str, Any]:
-    """Compile one program with these constants."""
-    program = getattr(device, name)
-    kinds = {key: KINDS.get(key, "fp32") for key in program.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        program, kinds, constexprs={(program.arg_names.index(key),): constants[key] for key in constants}
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+class Hopper:
+    """Stands for the driver of a GPU that is not there."""
+
+    def get_current_device(self) -> int:
+        """Return its number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the address of its stream."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what is compiled for."""
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launches:
+    """Compiles what is launched, and does not launch it."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Any] = {}
+        real = JITFunction.run
+
+        def run(program: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            self.kernels[program.__name__] = real(program, *args, grid=grid, warmup=True, **options)
+
+        JITFunction.run = run
+
+
+def code(kernel: Any) -> dict[str, Any]:
+    """Return the registers, the bytes on the stack, and every access to memory of a compiled program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     accesses = re.findall(r"\b(?:LD|ST)[GL]\S*", kernel.asm["sass"])
-    return {
-        "program": name,
-        **{key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)},
-        "accesses": accesses,
-    }
+    return {**{key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, "accesses": accesses}
+
+
+def batch(dtype: torch.dtype, *, average: bool, rounds: bool) -> Batch:
+    """Return something to update."""
+    columns = [[torch.zeros(5000, dtype=dtype)] for _ in range(4)]
+    averages = [torch.zeros(5000)] if average else None
+    rounded = [torch.zeros(5000, dtype=dtype)] if rounds else None
+    return Batch(*columns, steps=[torch.zeros(())], averages=averages, rounded=rounded, share=0.1)
 
 
 def main() -> None:
-    """Compile each program in the variants that differ in what they read and write."""
-    found = [code("advance", LR_ON_DEVICE=False, HAS_VETO=True, BLOCK=128)]
-    averages = ((False, False), (True, False), (True, True))
-    names, dtypes = ("update_many", "update_one"), (torch.float32, torch.bfloat16)
-    for name, dtype, (average, rounds) in itertools.product(names, dtypes, averages):
-        switches = {"HAS_DIVISOR": True, "HAS_VETO": True, "MAXIMIZE": False, "DECOUPLED": True}
-        switches |= {"AVERAGES": average, "ROUNDS": rounds, "KIND": device.KINDS[dtype], "CHUNK": CHUNK}
-        key = {"dtype": str(dtype), "average": average, "rounds": rounds}
-        found.append({**key, **code(name, **switches, **block_sizes(dtype))})
+    """Launch each program in the variants that differ in what they read and write."""
+    driver.set_active(Hopper())
+    launches, found = Launches(), []
+    variants = ((False, False), (True, False), (True, True))
+    operands = {"divisor": torch.tensor(2.0), "veto": torch.tensor(0.0)}
+    for dtype, (average, rounds) in itertools.product((torch.float32, torch.bfloat16), variants):
+        tables = Tables(torch.device("cpu"))
+        for capturing in (False, True):
+            onepass._capturing = lambda device, capturing=capturing: capturing
+            update_(batch(dtype, average=average, rounds=rounds), RULE, tables, **operands)
+        for name, kernel in launches.kernels.items():
+            key = {"program": name, "dtype": str(dtype), "average": average, "rounds": rounds}
+            found.append({**key, **code(kernel)})
     print(json.dumps(found))
 
 

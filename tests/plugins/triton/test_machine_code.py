@@ -24,7 +24,7 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 def test_registers_suffice(compiled):
     """At most 64 registers a thread, so that 1,024 threads fit on a multiprocessor, and none is spilled to memory."""
-    assert len(compiled) == 13
+    assert {code["program"] for code in compiled} == {"advance", "update_many", "update_one"}
     for code in compiled:
         assert 0 < code["REG"] <= 64, code
         assert code["STACK"] == code["LOCAL"] == 0, code
