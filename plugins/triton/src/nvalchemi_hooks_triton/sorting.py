@@ -7,6 +7,7 @@ addresses, so nothing may have changed behind them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CannotTakeError", "Work", "sorted_into_batches", "takeable_offers"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_STATE = ("exp_avg", "exp_avg_sq", "step")
+_PLAIN = {Tensor, torch.nn.Parameter}
+_DTYPE, _DEVICE, _LAYOUT = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 
 
 class CannotTakeError(Exception):
@@ -124,20 +125,15 @@ def _alike(parameters: Iterable[Tensor], rows: dict[int, _Row]) -> dict[tuple[to
 
 def _batch(optimizer: torch.optim.Optimizer, weights: list[Tensor], rows: dict[int, _Row], share: float) -> Batch:
     states = [optimizer.state.get(weight, {}) for weight in weights]
-    _expect(all(name in state for state in states for name in _STATE), "the first step makes the state, and is torch's")
-    averages = [rows[id(weight)] for weight in weights if id(weight) in rows]
-    rounded = [row.rounded for row in averages if row.rounded is not None]
-    firsts, seconds, steps = ([state[name] for state in states] for name in _STATE)
-    return Batch(
-        weights,
-        [weight.grad for weight in weights if weight.grad is not None],
-        firsts,
-        seconds,
-        steps,
-        [row.average for row in averages] or None,
-        rounded or None,
-        share,
-    )
+    try:
+        firsts, seconds, steps = ([one[name] for one in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    except KeyError:  # nothing is there before the first step
+        raise CannotTakeError("the first step makes the state, and is torch's") from None
+    gradients: list[Any] = [weight.grad for weight in weights]
+    own = [rows[id(weight)] for weight in weights] if id(weights[0]) in rows else []
+    averages = [row.average for row in own] or None
+    rounded = [row.rounded for row in own if row.rounded is not None] or None
+    return Batch(weights, gradients, firsts, seconds, steps, averages, rounded, share)
 
 
 def _check(batch: Batch, dtype: torch.dtype, device: torch.device) -> None:
@@ -180,10 +176,10 @@ def _rows_of_averages(offers: Sequence[AverageOffer]) -> dict[int, _Row]:
 
 def _is_column(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     return (
-        all(type(tensor) in _PLAIN for tensor in tensors)
-        and {tensor.dtype for tensor in tensors} == {dtype}
-        and {tensor.device for tensor in tensors} == {device}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
+        set(map(type, tensors)) <= _PLAIN
+        and set(map(_DTYPE, tensors)) == {dtype}
+        and set(map(_DEVICE, tensors)) == {device}
+        and set(map(_LAYOUT, tensors)) == {torch.strided}
         and all(map(Tensor.is_contiguous, tensors))
     )
 
