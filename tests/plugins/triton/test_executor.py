@@ -256,15 +256,15 @@ def test_a_pickled_executor_begins_anew():
     plan = plan_of(stepped(weights_of(3)))
     assert executor.execute(plan)
     copied = pickle.loads(pickle.dumps(executor))
-    assert not copied._tables
+    assert not copied._memories
     assert copied.execute(plan)
 
 
 def test_an_optimizer_that_is_gone_leaves_nothing():
-    """Tables are dropped with their optimizer."""
+    """What is remembered is dropped with its optimizer."""
     executor = OnePassExecutor()
     assert executor.execute(plan_of(stepped(weights_of(3))))
-    assert len(executor._tables) == 0
+    assert len(executor._memories) == 0
 
 
 def test_every_device_has_an_answer():

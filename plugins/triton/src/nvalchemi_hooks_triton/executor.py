@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from nvalchemi_hooks_triton import kernels
-from nvalchemi_hooks_triton.sorting import CannotTakeError, Work, sorted_into_batches, takeable_offers
+from nvalchemi_hooks_triton.memory import Memory
+from nvalchemi_hooks_triton.sorting import CannotTakeError, Work, check_operands
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class OnePassExecutor:
     """
 
     def __init__(self) -> None:
-        self._tables: WeakKeyDictionary[torch.optim.Optimizer, dict[Hashable, kernels.Tables]] = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[torch.optim.Optimizer, Memory] = WeakKeyDictionary()
 
     def execute(self, plan: OptimizerPlan) -> bool:
         """Do the step and return True, or return False with nothing touched.
@@ -52,7 +52,7 @@ class OnePassExecutor:
         except CannotTakeError:
             return False
         for one in work:
-            tables = self._tables_of(plan, one)
+            tables = self._memories[plan.optimizer].tables(one)
             kernels.update_(one.batch, one.rule, tables, divisor=plan.divisor, veto=plan.veto_flag)
         for offer in offers:
             offer.taken = True
@@ -67,24 +67,19 @@ class OnePassExecutor:
         return f"one pass, in {len(work)} batches, with {len(offers)} of {len(plan.averages)} averages"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the tables out: they hold addresses of this process."""
+        """Leave out what is kept: it belongs to this process."""
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._tables = WeakKeyDictionary()
+        self._memories = WeakKeyDictionary()
 
     def _prepare(self, plan: OptimizerPlan) -> tuple[list[Work], list[AverageOffer]]:
-        offers = takeable_offers(plan)
-        work = sorted_into_batches(plan, offers)
+        memory = self._memories.setdefault(plan.optimizer, Memory())
+        work, offers = memory.recall(plan) or memory.learn(plan)
+        check_operands(plan)
         obstacle = kernels.obstacle(plan.parameters[0].device)
         if obstacle:
             raise CannotTakeError(obstacle)
-        if not all(kernels.can_launch(one.batch, one.rule, self._tables_of(plan, one)) for one in work):
+        if not all(kernels.can_launch(one.batch, one.rule, memory.tables(one)) for one in work):
             raise CannotTakeError("a CUDA graph is being captured; take a step like this one before that")
         return work, offers
-
-    def _tables_of(self, plan: OptimizerPlan, work: Work) -> kernels.Tables:
-        mine = self._tables.setdefault(plan.optimizer, {})
-        if work.key not in mine:
-            mine[work.key] = kernels.Tables(plan.parameters[0].device)
-        return mine[work.key]

@@ -1,12 +1,8 @@
-"""From the plan of a step to batches that one launch can update, or to the reason why not.
-
-Everything is looked at anew in every step, a column of tensors at a time: what the programs are given are bare
-addresses, so nothing may have changed behind them.
-"""
+"""From the plan of a step to batches that one launch can update, or to the reason why not."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +14,18 @@ from nvalchemi_hooks_triton.kernels import KINDS, Batch, Rule
 if TYPE_CHECKING:
     from nvalchemi.training.hooks import AverageOffer, OptimizerPlan
 
-__all__ = ["CannotTakeError", "Work", "sorted_into_batches", "takeable_offers"]
+__all__ = [
+    "CannotTakeError",
+    "Work",
+    "check_gradients",
+    "check_operands",
+    "rule_of",
+    "sorted_into_batches",
+    "takeable_offers",
+]
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_LIKE = "of the dtype and on the device of their weights"
 _DTYPE, _DEVICE, _LAYOUT = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 
 
@@ -29,9 +34,21 @@ class CannotTakeError(Exception):
 
 
 class Work(NamedTuple):
-    """A batch, the rule it follows, and a key that is the same in the next step."""
+    """A batch, the rule it follows, and where both come from: this is the same in the next step.
 
-    key: Hashable
+    Attributes
+    ----------
+    group : int
+        The place of its parameter group.
+    dtype : torch.dtype
+        That of its weights.
+    offer : int or None
+        The place of its average among the offers that are taken.
+    """
+
+    group: int
+    dtype: torch.dtype
+    offer: int | None
     batch: Batch
     rule: Rule
 
@@ -78,22 +95,21 @@ def sorted_into_batches(plan: OptimizerPlan, offers: Sequence[AverageOffer]) -> 
     )
     _expect(len(plan.parameters) > 0, "no parameter has a gradient")
     device = plan.parameters[0].device
-    for operand in (plan.divisor, plan.veto_flag):
-        _expect(operand is None or operand.device == device, "divisor and veto are not on the device of the weights")
     rows = _rows_of_averages(offers)
     work: list[Work] = []
     for place, group in enumerate(optimizer.param_groups):
-        rule = _rule(group, device)
+        rule = rule_of(group, device)
         for (dtype, offer), weights in _alike(group["params"], rows).items():
             batch = _batch(optimizer, weights, rows, 0.0 if offer is None else offers[offer].weight)
             _check(batch, dtype, device)
-            work.append(Work((place, dtype, offer), batch, rule))
+            work.append(Work(place, dtype, offer, batch, rule))
     count = sum(len(one.batch.weights) for one in work)
     _expect(count == len(plan.parameters), "the plan does not hold the parameters that have gradients")
     return work
 
 
-def _rule(group: dict[str, Any], device: torch.device) -> Rule:
+def rule_of(group: Mapping[str, Any], device: torch.device) -> Rule:
+    """Return the settings of a parameter group as they are now."""
     _expect(bool(group["fused"]), "the optimizer is not fused")
     _expect(not group["amsgrad"], "amsgrad is asked for")
     _expect(not any(isinstance(beta, Tensor) for beta in group["betas"]), "betas are tensors")
@@ -136,29 +152,39 @@ def _batch(optimizer: torch.optim.Optimizer, weights: list[Tensor], rows: dict[i
     return Batch(weights, gradients, firsts, seconds, steps, averages, rounded, share)
 
 
+def check_operands(plan: OptimizerPlan) -> None:
+    """Refuse a divisor and a veto that the programs cannot read where the weights are."""
+    for operand in (plan.divisor, plan.veto_flag):
+        there = operand is None or operand.device == plan.parameters[0].device
+        _expect(there, "divisor and veto are not on the device of the weights")
+
+
+def check_gradients(batch: Batch) -> None:
+    """Refuse gradients that are not like their weights; they are other tensors in every step."""
+    weight = batch.weights[0]
+    _expect(_is_column(batch.gradients, weight.dtype, weight.device), "gradients are not dense, contiguous, " + _LIKE)
+    _expect(_sizes(batch.gradients) == _sizes(batch.weights), "gradients do not have the size of their weights")
+
+
 def _check(batch: Batch, dtype: torch.dtype, device: torch.device) -> None:
     _expect(dtype in KINDS, f"weights are {dtype}")
-    for name, column in (
-        ("weights", batch.weights),
-        ("gradients", batch.gradients),
-        ("moments", batch.firsts + batch.seconds),
-    ):
-        _expect(_is_column(column, dtype, device), f"{name} are not dense, contiguous, {dtype} and on one device")
-    sizes = list(map(Tensor.numel, batch.weights))
-    for column in (batch.gradients, batch.firsts, batch.seconds):
-        _expect(list(map(Tensor.numel, column)) == sizes, "state or gradients do not have the size of their weights")
+    _expect(_is_column(batch.weights, dtype, device), "weights are not dense, contiguous and on one device")
+    check_gradients(batch)
+    _expect(_is_column(batch.firsts + batch.seconds, dtype, device), "moments are not dense, contiguous, " + _LIKE)
+    sizes = _sizes(batch.weights)
+    _expect(_sizes(batch.firsts) == _sizes(batch.seconds) == sizes, "moments do not have the size of their weights")
     _expect(_is_column(batch.steps, torch.float32, device), "step counters are not float32 and on the device")
 
 
 def _is_usable(offer: AverageOffer) -> bool:
     averages = offer.averages if offer.accumulators is None else offer.accumulators
     device = offer.live[0].device if offer.live else torch.device("cpu")
-    sizes = list(map(Tensor.numel, offer.live))
+    sizes = _sizes(offer.live)
     rounded = (offer.averages, offer.live) if offer.accumulators is not None else ()
     return (
         len(sizes) > 0
         and _is_column(averages, torch.float32, device)
-        and all(list(map(Tensor.numel, column)) == sizes for column in (averages, offer.averages))
+        and _sizes(averages) == _sizes(offer.averages) == sizes
         and all(_is_column(column, offer.live[0].dtype, device) for column in rounded)
     )
 
@@ -182,6 +208,10 @@ def _is_column(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.devi
         and set(map(_LAYOUT, tensors)) == {torch.strided}
         and all(map(Tensor.is_contiguous, tensors))
     )
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.numel, tensors))
 
 
 def _expect(condition: bool, otherwise: str) -> None:

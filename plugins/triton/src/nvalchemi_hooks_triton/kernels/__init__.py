@@ -15,6 +15,6 @@ from __future__ import annotations
 
 from nvalchemi_hooks_triton.kernels.loading import obstacle, programs
 from nvalchemi_hooks_triton.kernels.onepass import KINDS, Batch, Rule, can_launch, update_
-from nvalchemi_hooks_triton.kernels.tables import Tables
+from nvalchemi_hooks_triton.kernels.tables import Tables, addresses
 
-__all__ = ["KINDS", "Batch", "Rule", "Tables", "can_launch", "obstacle", "programs", "update_"]
+__all__ = ["KINDS", "Batch", "Rule", "Tables", "addresses", "can_launch", "obstacle", "programs", "update_"]

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "Tables", "chunked"]
+__all__ = ["CHUNK", "Tables", "addresses", "chunked"]
 
-CHUNK = (
-    4096  # elements a program updates: 1M of them make work for 245 programs, and starting one costs little beside it
-)
+CHUNK = 4096  # elements a program updates: few enough to keep a GPU busy, so many that starting it costs little
 
 _address: Callable[[Any], int] = Tensor.data_ptr
 
