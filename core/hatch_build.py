@@ -4,8 +4,8 @@ A pinned name alone would make ``pip install './core[ema]'`` ask a registry for 
 install whatever somebody else put there under that name. A path asks nobody. A release must hold no path, so
 ``NVALCHEMI_RELEASE=1`` pins every plugin to the version of the core.
 
-The extra ``triton`` brings triton itself too, 700 MB of it. ``all`` brings the plugin alone: where it is of use, beside a
-CUDA build of torch, triton is there already, and elsewhere it would be a load for nothing.
+The extra ``triton`` brings triton itself too, 700 MB of it. ``all`` brings the plugin alone: where it is of use, beside
+a CUDA build of torch, triton is there already, and elsewhere it would be a load for nothing.
 """
 
 from __future__ import annotations
