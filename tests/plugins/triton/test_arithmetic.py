@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.interpreter import TensorHandle
 
 from nvalchemi_hooks_triton.kernels import Batch, Rule, Tables, onepass, reference, update_
 
@@ -71,6 +73,8 @@ def test_a_step_is_the_equation(make_batch, sizes, divisor, share, steps, offset
     """Each number differs from the equations by a few roundings of what was added up to it."""
     rule = Rule(eps=1e-8, **options)
     batch = make_batch([(size,) for size in sizes], share=share, steps=steps, offset=offset, seed=seed)
+    for moment in (*batch.firsts, *batch.seconds):
+        moment.mul_(steps > 0)  # before the first step there is nothing in them
     before = elements(batch)
     step(batch, rule, divisor=divisor)
     after = [element for element, _ in elements(batch)]
@@ -80,10 +84,11 @@ def test_a_step_is_the_equation(make_batch, sizes, divisor, share, steps, offset
             old, gradient, **given_, decoupled=rule.decoupled, maximize=rule.maximize, divisor=divisor, share=share
         )
         grad = abs(gradient) / divisor + abs(rule.weight_decay * old.weight)
-        first = abs(old.first) + grad
+        first = rule.betas[0] * abs(old.first) + (1 - rule.betas[0]) * grad
+        second = rule.betas[1] * old.second + (1 - rule.betas[1]) * grad**2
         unbiased = first / (1 - rule.betas[0] ** want.step), want.second / (1 - rule.betas[1] ** want.step)
         weight = abs(old.weight) + rule.lr * unbiased[0] / (math.sqrt(unbiased[1]) + rule.eps)
-        allowed = reference.Element(weight, first, want.second + grad**2, abs(old.average) + weight, 0.0)
+        allowed = reference.Element(weight, first, second, abs(old.average) + weight, 0.0)
         for value, exact, scale in zip(new, want, allowed, strict=True):
             assert abs(value - exact) <= 10 * ROUNDING * scale
 
@@ -166,6 +171,27 @@ def test_one_launch_or_many_is_the_same(make_batch, monkeypatch, dtype, rounds):
     monkeypatch.setattr(onepass, "_capturing", lambda device: True)
     step(apart, divisor=3.0, veto=0.0)
     assert all(map(torch.equal, bits(together), bits(apart)))
+
+
+@pytest.fixture
+def promises(monkeypatch):
+    """Every address that the compiler is told is a multiple of 16."""
+    found = []
+    monkeypatch.setattr(TensorHandle, "set_attr", lambda handle, *promise: found.append((handle.data.item(), *promise)))
+    return found
+
+
+@pytest.mark.parametrize("moved", ["weights", "gradients", "firsts", "seconds", "averages", "rounded"])
+def test_a_gpu_is_promised_no_alignment_that_is_not_there(make_batch, promises, moved):
+    """One column that begins somewhere in memory is enough: a GPU would stop at a wide access to it."""
+    batch = make_batch([(1100,)], torch.float16, rounds=True)
+    step(batch)
+    assert len(promises) == 6  # one for each column, in the one whole block
+    assert all(address % value[0] == 0 for address, _, value in promises)
+    promises.clear()
+    (tensor,) = getattr(batch, moved)
+    step(replace(batch, **{moved: [torch.empty(1103, dtype=tensor.dtype)[3:].copy_(tensor)]}))
+    assert promises == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -220,6 +220,35 @@ def test_what_has_moved_is_followed():
     torch.testing.assert_close(first.state_dict()["state"], second.state_dict()["state"], rtol=1e-6, atol=1e-6)
 
 
+def test_what_has_become_something_else_is_not_followed():
+    """In every step it is seen whether gradients and averages are still what the programs can read."""
+    weights = weights_of(600)
+    weights[0].data = weights[0].data.view(20, 30)
+    plan = plan_of(stepped(weights), averages=(AverageOffer([torch.zeros(20, 30)], weights, 0.25),))
+    executor, (offer,) = OnePassExecutor(), plan.averages
+    assert executor.execute(plan)
+    offer.taken = False
+    offer.averages[0].data = offer.averages[0].data.double()
+    assert executor.execute(plan)
+    assert not offer.taken
+    weights[0].grad = torch.ones(30, 20).t()
+    assert executor.execute(plan) is False
+
+
+def test_settings_are_those_of_the_step():
+    """A learning rate that a scheduler has changed, or a group switched to another rule, counts at once."""
+    mine, theirs = weights_of(600), weights_of(600)
+    first, second = stepped(mine), stepped(theirs)
+    executor = OnePassExecutor()
+    for options in ({"lr": 0.5}, {"maximize": True}, {"weight_decay": 0.5, "betas": (0.5, 0.5), "eps": 1e-3}):
+        changed(first, **options)
+        changed(second, **options)
+        assert executor.execute(plan_of(first))
+        second.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert executor.execute(plan_of(changed(first, amsgrad=True))) is False
+
+
 def test_no_step_reads_the_device(monkeypatch):
     """The host reads nothing, the first time included, and a step like the last one uploads nothing."""
     weights = weights_of(600, 5)
