@@ -220,6 +220,22 @@ def test_what_has_moved_is_followed():
     torch.testing.assert_close(first.state_dict()["state"], second.state_dict()["state"], rtol=1e-6, atol=1e-6)
 
 
+def test_other_averages_are_followed():
+    """A hook that offers other averages than in the last step has those updated, with the share of this step."""
+    weights = weights_of(600)
+    optimizer, executor = stepped(weights), OnePassExecutor()
+    first, second = AverageOffer([torch.zeros(600)], weights, 0.25), AverageOffer([torch.ones(600)], weights, 0.5)
+    assert executor.execute(plan_of(optimizer, averages=(first,)))
+    kept = first.averages[0].clone()
+    assert executor.execute(plan_of(optimizer, averages=(second,)))
+    assert torch.equal(first.averages[0], kept)
+    expected = torch.ones(600).lerp(weights[0].detach(), 0.5)
+    torch.testing.assert_close(second.averages[0], expected, rtol=1e-6, atol=1e-7)
+    assert executor.execute(plan_of(optimizer, averages=(AverageOffer(second.averages, weights, 0.125),)))
+    expected.lerp_(weights[0].detach(), 0.125)
+    torch.testing.assert_close(second.averages[0], expected, rtol=1e-6, atol=1e-7)
+
+
 def test_what_has_become_something_else_is_not_followed():
     """In every step it is seen whether gradients and averages are still what the programs can read."""
     weights = weights_of(600)
@@ -274,9 +290,11 @@ def test_under_capture_a_new_plan_is_left(monkeypatch):
     assert executor.execute(plan)
     for weight in weights:
         weight.grad = torch.ones_like(weight)  # elsewhere, as in the memory of a graph
-    with monkeypatch.context() as patch:
-        patch.setattr(onepass, "_capturing", lambda device: True)
-        assert executor.execute(plan_of(plan.optimizer))
+    kept = []
+    monkeypatch.setattr(kernels.Tables, "keep", lambda tables: kept.append(tables))
+    monkeypatch.setattr(onepass, "_capturing", lambda device: True)
+    assert executor.execute(plan_of(plan.optimizer))
+    assert len(kept) == 1  # for the graph goes on reading them
 
 
 def test_a_pickled_executor_begins_anew():

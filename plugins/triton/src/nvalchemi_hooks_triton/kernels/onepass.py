@@ -135,8 +135,6 @@ def _update_together(
 ) -> None:
     sizes = tuple(weight.numel() for weight in batch.weights)
     chunks = tables.chunks(sizes)
-    if chunks.numel() == 0:
-        return
     programs().update_many[(chunks.numel() // 2,)](
         tables.integers("tensors", tuple(n for column in _columns(batch) for n in addresses(column)) + sizes),
         tables.integers("gradients", addresses(batch.gradients)),
@@ -151,8 +149,7 @@ def _update_one_by_one(batch: Batch, rule: Rule, scalars: Tensor, divisor: Tenso
     rows = zip(*(addresses(column) for column in (*_columns(batch), batch.gradients)), strict=True)
     for place, (row, weight) in enumerate(zip(rows, batch.weights, strict=True)):
         size = weight.numel()
-        if size > 0:
-            programs().update_one[(-(-size // CHUNK),)](*row, place, size, *operands, **switches)
+        programs().update_one[(-(-size // CHUNK),)](*row, place, size, *operands, **switches)
 
 
 def _columns(batch: Batch) -> tuple[Sequence[Tensor], ...]:
