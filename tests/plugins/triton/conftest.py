@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports the programs, which are interpreted or compiled for good
 
 import pytest
 import torch
 
-from nvalchemi_hooks_triton.kernels import Batch
+from nvalchemi_hooks_triton.kernels import Batch, programs
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    programs()  # interpreted from now on: what is imported first is interpreted or compiled for good
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is on for these tests, and for no others in the same process."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")  # Hypothesis wants one that stays
