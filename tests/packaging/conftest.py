@@ -56,6 +56,7 @@ PLUGINS = (
     Distribution(
         "plugins/scaler-veto", "nvalchemi_hooks_scaler_veto", {"scaler_veto": "nvalchemi_hooks_scaler_veto.plugin"}
     ),
+    Distribution("plugins/triton", "nvalchemi_hooks_triton", {"triton": "nvalchemi_hooks_triton.plugin"}),
 )
 
 

@@ -36,6 +36,14 @@ def test_one_extra_a_plugin_and_all(kind: str, promised, request: pytest.Fixture
     assert {extra: [one.name for one in requirements] for extra, requirements in found.items()} == promised
 
 
+@pytest.mark.parametrize("kind", ["clone_wheels", "release_wheels"])
+def test_all_leaves_triton_itself_out(kind: str, request: pytest.FixtureRequest) -> None:
+    """Who asks for the triton plugin gets triton; who asks for everything is spared its 700 MB."""
+    found = extras(request.getfixturevalue(kind)["nvalchemi-hooks"])
+    assert [one.extras for one in found["triton"]] == [{"triton"}]
+    assert [one.name for one in found["all"] if one.extras] == []
+
+
 def test_a_clone_names_its_own_folders(clone: Path, clone_wheels, distributions) -> None:
     """Built from a clone, an extra is the folder beside the core, blank in its path and all."""
     found = extras(clone_wheels["nvalchemi-hooks"])

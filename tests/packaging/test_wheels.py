@@ -10,8 +10,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Looked for by an optional part of the core, and no dependency of it.
-OPTIONAL = {"jinja2", "numpy", "pytest"}
+# Looked for by an optional part of the core, and no dependency of it; triton comes with a CUDA build of torch.
+OPTIONAL = {"jinja2", "numpy", "pytest", "triton"}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(distribution, clone: Path, release_wheels) -> None:

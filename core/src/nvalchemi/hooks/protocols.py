@@ -158,7 +158,9 @@ class UpdateExecutor(Protocol):
     """Who carries out the step of one optimizer, in as few passes over memory as it can.
 
     It must give what ``optimizer.step()`` gives on divided gradients, to the rounding it documents, and keep the
-    optimizer's own state: step counters and moments stay where a checkpoint looks for them.
+    optimizer's own state: step counters and moments stay where a checkpoint looks for them. What a plan divides out it
+    leaves in ``.grad``, where ``ctx.gradients`` still finds it. An optimizer is stepped by others only if nobody has
+    hooked into its ``step()``.
     """
 
     def execute(self, plan: OptimizerPlan) -> bool:

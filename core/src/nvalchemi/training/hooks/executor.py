@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from nvalchemi.training.hooks.plan import OptimizerPlan
 
-__all__ = ["StockExecutor", "code_around_step", "why_not_folded"]
+__all__ = ["StockExecutor", "code_around_step", "nobody_around", "why_not_folded"]
 
 
 def why_not_folded(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> str:
@@ -103,12 +103,12 @@ class _Kept:
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
-            and _nobody_around(optimizer)
+            and nobody_around(optimizer)
         )
 
     def follows(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
         """Make the lists anew, and return whether every parameter has the state that it needs."""
-        if why_not_folded(optimizer, [p.grad for p in parameters]) or not _nobody_around(optimizer):  # type: ignore[misc]
+        if why_not_folded(optimizer, [p.grad for p in parameters]) or not nobody_around(optimizer):  # type: ignore[misc]
             return False
         lists = []
         for group in optimizer.param_groups:
@@ -138,7 +138,7 @@ def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return get("fused"), get("differentiable"), get("amsgrad"), get("momentum", 0) != 0
 
 
-def _nobody_around(optimizer: Any) -> bool:
+def nobody_around(optimizer: Any) -> bool:
     """Return whether ``step()`` is torch's own and nobody has hooked into it, a scheduler's mark apart."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False

@@ -50,6 +50,7 @@ class OptimizerGradients:
         self.largest_divisor = 1.0  # what `clipped` can be at most
         self.holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
         self.found_here = False  # the same, of this rank alone
+        self.left_undivided = False  # who stepped has read the gradients and left them as they were
         self.division = ""  # how pending divisors reached the optimizer, once it has stepped
         self._peak: Tensor | None = None
         self._norms: dict[float, Tensor] = {}

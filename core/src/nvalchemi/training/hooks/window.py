@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.errors import HookConflictError, HookContractError
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto, fold_flags, read_together
-from nvalchemi.training.hooks.executor import StockExecutor, code_around_step, why_not_folded
+from nvalchemi.training.hooks.executor import StockExecutor, code_around_step, nobody_around, why_not_folded
 from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
 from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
@@ -354,8 +354,10 @@ class UpdateWindow:
             flag = veto_flag if veto_flag is None else veto_flag.to(gradients.device)
             offers = () if alone else tuple(self._offers)
             plan = OptimizerPlan(optimizer, gradients.with_grad, divisor, flag, offers)
-            for executor in (*self._executors, self._stock):
+            others = self._executors if nobody_around(optimizer) else ()
+            for executor in (*others, self._stock):
                 if executor.execute(plan):
+                    gradients.left_undivided = executor is not self._stock
                     by = "" if executor is self._stock else f" by {type(executor).__name__}"
                     gradients.division = f"folded{by}" if by or pending is not None else ""
                     if veto_flag is None:
@@ -366,7 +368,9 @@ class UpdateWindow:
         return False
 
     def settle_division(self, gradients: OptimizerGradients) -> None:
-        """Note that the step of one optimizer has divided what was pending out of its gradients."""
+        """Note that the step of one optimizer has divided what was pending out of its gradients, if it writes them."""
+        if gradients.left_undivided:
+            return
         self.unscaled |= self.scaler is not None
         gradients.settle_division()
 
