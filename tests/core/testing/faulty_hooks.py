@@ -148,6 +148,27 @@ class TestVetoesInSecret(Case):
     defers_veto = True
 
 
+class CountsBeforeItIsKnown(Good):
+    reads_grad = False
+    defers_veto = True
+
+    def before_optimizer_step(self, ctx, *, will_skip):
+        return True
+
+    def after_optimizer_step(self, ctx, *, skipped):
+        self.steps += not skipped
+
+    def settled(self, ctx, *, skipped):
+        pass
+
+
+class TestCountsBeforeItIsKnown(Case):
+    caught_by = "test_a_lazy_outcome_trains_the_same"
+    factory = CountsBeforeItIsKnown
+    reads_grad = False
+    defers_veto = True
+
+
 class ChangesTheLossInPlace(Good):
     def transform_loss(self, ctx, loss):
         return loss.mul_(2)

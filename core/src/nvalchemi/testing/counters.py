@@ -19,9 +19,9 @@ _FREE = {"alias", "as_strided", "detach", "expand", "permute", "reshape", "selec
     "transpose", "unsqueeze", "view", "view_as_real", "_unsafe_view", "_record_function_enter_new",
     "_record_function_exit",
 }  # fmt: skip
-_TORCH = os.path.dirname(torch.__file__)
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _MAKING = {"empty", "empty_like", "full", "ones", "zeros", "zeros_like"}
+_NO_SITES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")  # torch's code, ours, and none
 
 
 class StepCost(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is not annotated
@@ -109,6 +109,6 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _site() -> str:
-    """Return the latest line that is neither torch's nor of this module."""
-    outside = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_TORCH, __file__, "<"))]
+    """Return the latest line that is neither torch's nor of this package."""
+    outside = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_NO_SITES)]
     return f"{outside[-1].filename}:{outside[-1].lineno} {outside[-1].line}" if outside else ""

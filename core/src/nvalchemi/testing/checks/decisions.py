@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
+
 from nvalchemi.hooks import TrainContext
-from nvalchemi.testing.checks.base import Checks, check, everything_of, require, weights_of
+from nvalchemi.testing.checks.base import Checks, check, everything_of, require, state_of, weights_of
 from nvalchemi.testing.compare import first_difference
 from nvalchemi.testing.doubles import AccumulatingHook, LossFactorHook, VetoingHook
+from nvalchemi.training import OptimizerConfig
+from nvalchemi.training.hooks import TrainingUpdateHook
 
 __all__ = ["DecisionChecks"]
 
@@ -24,6 +28,21 @@ class _VetoWithSnapshot(VetoingHook):
         if ctx.batch_count in self.batches:
             self.before = everything_of(ctx.workflow)
         return super().before_optimizer_step(ctx, will_skip=will_skip)
+
+
+class _DefersVeto(TrainingUpdateHook):
+    """Vetoes one batch with a flag that is still on the device."""
+
+    reads_grad = False
+    defers_veto = True
+    priority = -1
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
+        ctx.defer_veto(torch.tensor(ctx.batch_count == self.batch), f"a test vetoes batch {self.batch}")
+        return True
 
 
 class DecisionChecks(Checks):
@@ -63,6 +82,19 @@ class DecisionChecks(Checks):
         for part in ("weights", "optimizers", "schedulers"):
             difference = first_difference(before[part], after[part], part)
             require(not difference, f"the step was vetoed, but {difference}")
+
+    @check("count in `settled`, not before; where defers_veto is True look at ctx.veto_flag besides `skipped`.")
+    def test_a_lazy_outcome_trains_the_same(self) -> None:
+        """It trains the same weights to the same state, bit for bit, whether vetoes are known at once or later."""
+        config = OptimizerConfig(optimizer_cls="SGD", optimizer_kwargs={"lr": 0.05, "momentum": 0.9, "fused": True})
+        ends = []
+        for lazy in (False, True):
+            hook = self.fresh_hook()
+            batches = self.batches(6, vetoed=[4])
+            strategy = self.trained(_DefersVeto(2), hook, batches=batches, optimizer_configs=config, lazy=lazy)
+            ends.append({"weights": weights_of(strategy), "state": state_of(hook), "steps": strategy.step_count})
+        difference = first_difference(ends[0], ends[1], "run")
+        require(not difference, f"with an eager and with a lazy outcome {difference}")
 
     @check("set vetoes = True on the test class, and vetoed_batch to what provokes it; or do not veto.")
     def test_it_vetoes_only_if_it_says_so(self) -> None:
