@@ -11,5 +11,6 @@ class TestEMAHook(HookConformance):
     factory = EMAHook
     arguments = {"decay": 0.9, "update_every": 2}
     stateful = True
+    defers_veto = True
     reads_grad = False
     supports_cuda = True

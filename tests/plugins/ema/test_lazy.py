@@ -121,7 +121,7 @@ def test_lazy_and_eager_have_the_same_bits(vetoes, options):
 
 
 def test_a_skipped_step_leaves_every_bit_of_the_average_before_the_host_knows():
-    """A veto on the device holds averages, accumulators and n_averaged, though a plain blend would move them."""
+    """A veto on the device holds averages and accumulators, though a plain blend would move them."""
     hook = EMAHook(decay=0.9)
     loop = Loop(DeferAt(3, 4), hook)
     loop.run(3)
@@ -140,18 +140,16 @@ def test_a_skipped_step_leaves_every_bit_of_the_average_before_the_host_knows():
 
 
 def test_updates_are_counted_when_the_host_knows():
-    """n_averaged counts on the device at once; num_updates follows when the step is settled, once, if it was taken."""
+    """num_updates and n_averaged follow when the step is settled, once, if it was taken."""
     hook = EMAHook(decay=0.9)
     loop = Loop(DeferAt(3), hook)
     loop.run(2)
     assert hook.num_updates == 2
     for taken, counted in ((1, 3), (0, 3), (1, 4)):
         loop.batch()
-        before = hook.num_updates
-        assert int(hook.get_averaged_model().n_averaged) == before + taken
         loop.orchestrator.resolve()
         loop.orchestrator.resolve()
-        assert hook.num_updates == counted
+        assert hook.num_updates == int(hook.get_averaged_model().n_averaged) == counted
         loop.steps += taken
 
 
@@ -273,7 +271,7 @@ def test_an_update_under_a_veto_is_one_pass_and_no_host_read(count):
     loop.batch()
     assert loop.orchestrator.pending is not None
     cost = Counted.cost
-    assert (cost.host_reads, cost.ops, cost.ops_by_name["eq"], cost.ops_by_name["add_"]) == (0, 3, 1, 1)
+    assert (cost.host_reads, cost.ops) == (0, 1)  # it is counted when it is settled
     assert (
         sum(cost.bytes_by_name[name] for name in ("_fused_sgd_", "_foreach_lerp_")) == 12 * 64 * count + 4
     )  # and the veto

@@ -60,7 +60,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     bfloat16 or float16 are averaged in float32 accumulators, of which the averaged model holds the rounded values.
 
     Where the host does not know yet whether a step was taken (a lazy orchestrator), the average follows under the veto
-    on the device, and `num_updates` counts when the step is settled; `state_dict` waits for that.
+    on the device; `num_updates` and ``n_averaged`` count when the step is settled, and `state_dict` waits for that.
 
     To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
 
@@ -166,9 +166,10 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count an update that was done under a veto, now that the host knows whether it was one."""
-        if self._unsettled is not None:
-            self._unsettled = None
-            self.num_updates += not skipped
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None and self._shadow is not None and not skipped:
+            self._shadow.count()
+            self.num_updates += 1
 
     def get_averaged_model(self) -> AveragedModel:
         """Return the averaged model: in eval mode, without gradients, up to date.

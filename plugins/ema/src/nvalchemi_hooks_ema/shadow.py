@@ -78,8 +78,6 @@ class Shadow:
         self.averaged.eval().requires_grad_(False)
         for pair in pairs:
             self._align(pair)
-        counter = self.averaged.n_averaged
-        counter.data = counter.to(pairs[0].live.device)  # where a veto will be
         self._plan = Plan(source, self.averaged.module, pairs, self.accumulators, self._weight)
         self._note_writes()
 
@@ -120,18 +118,23 @@ class Shadow:
         source : torch.nn.Module
             The live model without its wrappers.
         veto : torch.Tensor, optional
-            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged or counted. There is none for a
-            copy: an average that `is_fresh` has to know whether the step was executed.
+            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged; whether to `count` is said later.
+            There is none for a copy: an average that `is_fresh` has to know whether the step was executed.
         """
         taken = self._take_offered()
         plan = self._fitting_plan(source)
         self._accept_writes()
         for call in plan.copying if self.is_fresh else plan.blending(taken):
             call(veto)
-        counter = self.averaged.n_averaged
-        counter.add_(1 if veto is None else veto.to(counter.device).eq(0))
-        self._counted = counter, counter._version
+        if veto is None:
+            self.count()
         self._note_writes()
+
+    def count(self) -> None:
+        """Count an update."""
+        counter = self.averaged.n_averaged
+        counter.add_(1)
+        self._counted = counter, counter._version
 
     def state(self) -> dict[str, Any]:
         """Return the averaged model's state and, where there are any, the accumulators; nothing in it is shared."""
