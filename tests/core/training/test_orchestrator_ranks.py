@@ -72,19 +72,25 @@ WORKER = """
 
     def train(case, rank):
         scaler = {"torch": torch.amp.GradScaler("cpu", init_scale=8.0), "folding": Folding()}.get(case["scaler"])
-        parameters = [torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2)]
-        optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]
-        vote = Votes(case["veto"] == rank, case["defers"], case["found_inf"])
-        orchestrator = TrainingUpdateOrchestrator(vote, *([Scale(scaler)] if scaler else []))
-        for batch in range(2):
-            vote.vetoes &= batch == 0
+        # The first step of an optimizer is never lazy, so there is one batch more before the one of interest.
+        first = -1 if case["lazy"] else 0
+        parameters = [torch.nn.Parameter(torch.tensor(1.0 - first)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([parameter], lr=1.0, fused=case["lazy"]) for parameter in parameters]
+        vote = Votes(False, case["defers"], case["found_inf"])
+        hooks = [vote, *([Scale(scaler)] if scaler else [])]
+        orchestrator = TrainingUpdateOrchestrator(*hooks, lazy=case["lazy"])
+        for batch in range(first, 2):
+            vote.vetoes = batch == 0 and case["veto"] == rank
             with TrainContext(optimizers=optimizers) as ctx:
                 orchestrator(ctx, TrainingStage.BEFORE_BATCH)
                 bad = float("inf") if case["inf"] == rank and batch == 0 else 1.0
                 ctx.loss = parameters[0] * bad + parameters[1]
                 for stage in ("DO_BACKWARD", "DO_OPTIMIZER_STEP", "AFTER_OPTIMIZER_STEP"):
                     orchestrator(ctx, TrainingStage[stage])
+            if batch < 0:
+                continue
             yield {
+                "resolution": ctx.outcome.resolution,
                 "values": [parameter.item() for parameter in parameters],
                 "skipped": ctx.step_skipped,
                 "found_inf": ctx.outcome.found_inf,
@@ -101,8 +107,8 @@ WORKER = """
     distributed.destroy_process_group()
 """
 
-DEFAULTS = {"veto": None, "inf": None, "scaler": "none", "defers": False, "found_inf": False}
-CASES = {
+DEFAULTS = {"veto": None, "inf": None, "scaler": "none", "defers": False, "found_inf": False, "lazy": False}
+EAGER = {
     "veto": {"veto": 1},
     "deferred veto": {"veto": 1, "defers": True},
     "veto, torch": {"veto": 0, "scaler": "torch"},
@@ -112,6 +118,8 @@ CASES = {
     "deferred inf, torch": {"veto": 1, "scaler": "torch", "defers": True, "found_inf": True},
     "deferred inf, folding": {"veto": 1, "scaler": "folding", "defers": True, "found_inf": True},
 }
+LAZY = ["veto", "deferred veto", "inf, folding", "deferred inf, folding", "veto, folding"]
+CASES = {**EAGER, **{f"lazy {name}": EAGER[name] | {"lazy": True} for name in LAZY}}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ def ranks(tmp_path_factory):
     return {name: (first[name], second[name]) for name in CASES}
 
 
-@pytest.mark.parametrize("case", ["veto", "deferred veto"])
+@pytest.mark.parametrize("case", ["veto", "deferred veto", "lazy veto", "lazy deferred veto"])
 def test_a_veto_on_one_rank_skips_on_both(ranks, case):
     """Vetoes of all hooks are OR-ed over the ranks before the step: every rank steps, or none does."""
     here, there = ranks[case]
@@ -152,7 +160,7 @@ def test_a_veto_on_one_rank_skips_on_both(ranks, case):
     assert [veto[0] for veto in there[0]["vetoes"]] == ["votes"]
 
 
-@pytest.mark.parametrize("case", ["veto, torch", "veto, folding"])
+@pytest.mark.parametrize("case", ["veto, torch", "veto, folding", "lazy veto, folding"])
 def test_a_veto_on_one_rank_leaves_both_scales(ranks, case):
     """A veto on finite gradients, on one rank, leaves the scale of both as it was, and the next window works."""
     for rank in ranks[case]:
@@ -160,7 +168,7 @@ def test_a_veto_on_one_rank_leaves_both_scales(ranks, case):
         assert [batch["values"] for batch in rank] == [[1.0, 1.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("case", ["inf, torch", "inf, folding"])
+@pytest.mark.parametrize("case", ["inf, torch", "inf, folding", "lazy inf, folding"])
 def test_an_inf_on_one_rank_backs_off_on_both(ranks, case):
     """An inf that one rank alone found skips that optimizer, and backs the scale off once, on both ranks."""
     for rank in ranks[case]:
@@ -169,9 +177,20 @@ def test_an_inf_on_one_rank_backs_off_on_both(ranks, case):
         assert [batch["found_inf"] for batch in rank] == [True, False]
 
 
-@pytest.mark.parametrize("case", ["deferred inf, torch", "deferred inf, folding"])
+@pytest.mark.parametrize("case", ["deferred inf, torch", "deferred inf, folding", "lazy deferred inf, folding"])
 def test_a_veto_that_means_found_inf_backs_off_on_both(ranks, case):
     """A veto deferred with ``found_inf=True`` on one rank backs the scale off on both."""
     for rank in ranks[case]:
         assert [batch["scale"] for batch in rank] == [4.0, 4.0]
         assert [batch["values"] for batch in rank] == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_ranks_agree_on_the_device(ranks):
+    """In lazy mode a vote is or-ed on the device; a rank that has decided on its host meets the others in it.
+
+    A loss scale that all ranks share is settled at once: a rank that vetoes finite gradients leaves it as it is.
+    """
+    resolutions = {name: [rank[0]["resolution"] for rank in ranks[f"lazy {name}"]] for name in LAZY}
+    assert resolutions.pop("veto") == ["lazily, after the step", "at once: a hook has vetoed"]
+    assert resolutions.pop("deferred veto") == ["lazily, after the step"] * 2
+    assert all("leave the loss scale" in one or "has vetoed" in one for both in resolutions.values() for one in both)

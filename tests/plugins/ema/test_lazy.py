@@ -265,7 +265,7 @@ class Many(nn.Module):
 
 @pytest.mark.parametrize("count", [8, 300])
 def test_an_update_under_a_veto_is_one_pass_and_no_host_read(count):
-    """One operation for all weights, two for the counter, 12 bytes a parameter, and nothing asks the device."""
+    """One operation for all weights, 12 bytes a parameter, and nothing asks the device."""
     loop = Loop(DeferAt(), Counted(), model=Many(count))
     loop.run(2)
     loop.batch()

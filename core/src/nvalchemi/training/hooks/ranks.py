@@ -35,6 +35,8 @@ class Ranks:
         """Return why vetoes cannot stay on the device; empty if they can."""
         if self.several and self._window.device.type != "cpu" and distributed.get_backend() != "nccl":
             return "the ranks agree on the host"
+        if self.several and self._window.scaler is not None:  # it may have vetoed finite gradients
+            return "another rank may leave the loss scale as it is"
         return ""
 
     def agree(self) -> None:
@@ -63,15 +65,11 @@ class Ranks:
         window = self._window
         zero = torch.zeros((), device=window.device)
         found = [one for one in window.decision.deferred if one.found_inf]
-        scaled = window.scaler is not None
-        infs = [fold_flags([], [g.peak()], window.device) if scaled and g.tensors else zero for g in window.gradients]
-        votes = torch.stack(
-            [zero if common is None else common, fold_flags(found, [], window.device) if found else zero, *infs]
-        )
+        mine = [zero if common is None else common, fold_flags(found, [], window.device) if found else zero]
+        votes = torch.stack([*mine, *[zero] * len(window.gradients)])  # the last are those of a loss scale
         distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
         self.votes = votes.unbind()
-        chosen = [vote for vote, one in zip(self.votes[2:], window.gradients, strict=True) if one.tensors]
-        return self.votes[0], [torch.maximum(self.votes[0], vote) for vote in chosen]
+        return self.votes[0], [self.votes[0]] * len(own)
 
     def take(self, votes: Sequence[float]) -> None:
         """Let the window know what the ranks have agreed on, if they are several."""
