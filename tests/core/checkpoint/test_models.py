@@ -30,6 +30,17 @@ class Extra(nn.Module):
         return object()
 
 
+class Table(nn.Module):
+    """Makes the tensor of its extra state anew whenever it is asked."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return torch.full((1000,), self.value)
+
+
 class Growing(nn.Module):
     """Has another shape each time the class attribute is changed."""
 
@@ -102,6 +113,14 @@ def test_state_that_is_no_plain_data_is_refused_when_it_is_saved(tmp_path):
     """An extra state that could never be loaded is named at once."""
     with pytest.raises(NotPlainDataError, match=r"models/main\['_extra_state'\] is a object"):
         save_checkpoint(tmp_path, models={"main": (Extra(), create_model_spec(Extra))})
+
+
+def test_extra_states_that_are_made_anew_are_not_mixed_up(make_strategy):
+    """Models whose extra state is a fresh tensor each have their own in the state of a run."""
+    names = ["main", "a", "b", "c"]
+    models = {name: nn.Sequential(nn.Linear(6, 1), Table(float(place))) for place, name in enumerate(names)}
+    state = make_strategy(models=models).state_dict()["models"]
+    assert [float(state[name]["1._extra_state"][0]) for name in names] == [0, 1, 2, 3]
 
 
 def test_a_model_that_has_changed_since_is_refused_by_shape(tmp_path, monkeypatch):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nvalchemi.errors import NotPlainDataError
 
-__all__ = ["check_plain", "host_copy", "on_host"]
+__all__ = ["Copied", "check_plain", "host_copy", "on_host"]
+
+Copied: TypeAlias = dict[Any, tuple[Tensor, Tensor]]
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -59,7 +61,7 @@ def check_plain(value: Any, where: str) -> None:
         )
 
 
-def host_copy(value: Any, *, copied: dict[Any, Tensor] | None = None) -> Any:
+def host_copy(value: Any, *, copied: Copied | None = None) -> Any:
     """Return plain data with every tensor copied to the host; tensors that share memory share it in the copy too.
 
     Parameters
@@ -67,7 +69,7 @@ def host_copy(value: Any, *, copied: dict[Any, Tensor] | None = None) -> Any:
     value : Any
         What is neither a tensor nor a dict, list or tuple is returned as it is.
     copied : dict, optional
-        The copies so far, for values that are copied one after the other and share tensors.
+        Originals and copies so far, for values that are copied one after the other and share tensors.
 
     Examples
     --------
@@ -100,14 +102,14 @@ def on_host(value: Any) -> Any:
     return value
 
 
-def _copied_tensor(tensor: Tensor, copied: dict[Any, Tensor]) -> Tensor:
+def _copied_tensor(tensor: Tensor, copied: Copied) -> Tensor:
     if not tensor.numel() or tensor.layout is not torch.strided:
         return tensor.to("cpu", copy=True)
     storage = tensor.untyped_storage().data_ptr()
     key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in copied:
-        copied[key] = tensor.to("cpu", copy=True)
-    return copied[key]
+        copied[key] = tensor, tensor.to("cpu", copy=True)  # kept, the original's memory is given to no other tensor
+    return copied[key][1]
 
 
 def _remedy(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import CheckpointMismatchError
 from nvalchemi.training.on_demand import OnDemand
-from nvalchemi.training.plain import host_copy, on_host
+from nvalchemi.training.plain import Copied, host_copy, on_host
 from nvalchemi.training.trained_state import (
     check_models,
     check_steppers,
@@ -23,8 +23,6 @@ from nvalchemi.training.trained_state import (
 from nvalchemi.training.validation import ValidationResult
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nvalchemi.training.strategy import TrainingStrategy
 
 __all__ = ["load_into", "state_of"]
@@ -39,7 +37,7 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
             "The state was asked for in the middle of a batch, which cannot be gone on with; ask for it at "
             "AFTER_BATCH, AFTER_EPOCH, AFTER_VALIDATION or AFTER_TRAINING, or between two batches."
         )
-    copied: dict[Any, Tensor] = {}
+    copied: Copied = {}
     state = {
         "models": model_states(strategy.models, copied),
         "optimizers": stepper_states(strategy.optimizers, copied),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.errors import CheckpointMismatchError
-from nvalchemi.training.plain import host_copy
+from nvalchemi.training.plain import Copied, host_copy
 from nvalchemi.training.unwrap import bare_module
 
 __all__ = [
@@ -30,7 +30,7 @@ _ELSEWHERE = "or load the models alone"
 _WAYS_TO_LOAD = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
-def model_states(models: Mapping[str, nn.Module], copied: dict[Any, Tensor]) -> dict[str, Any]:
+def model_states(models: Mapping[str, nn.Module], copied: Copied) -> dict[str, Any]:
     """Return the states of models, under the names they have without wrappers."""
     return {name: host_copy(dict(bare_module(model).state_dict()), copied=copied) for name, model in models.items()}
 
@@ -43,7 +43,7 @@ def gradients_of(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]
     }
 
 
-def stepper_states(steppers: Sequence[Any], copied: dict[Any, Tensor]) -> list[dict[str, Any]]:
+def stepper_states(steppers: Sequence[Any], copied: Copied) -> list[dict[str, Any]]:
     """Return class and state of optimizers or schedulers; of optimizers also the shapes of what they train."""
     return [
         {

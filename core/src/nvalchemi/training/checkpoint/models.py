@@ -104,7 +104,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     root : path
         The folder of the checkpoint.
     allow : iterable of type, callable or str
-        Classes, functions, or prefixes of modules whose classes may be built.
+        Classes, functions, or prefixes of modules whose own ``nn.Module`` classes may be built.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     Raises
     ------
     ModelNotAllowedError
-        A ``ValueError``: it names something else; nothing of that was imported.
+        A ``ValueError``: it names something else; nothing of that was called.
     ModelImportError
         An ``ImportError``: what it names is allowed and not there any more.
     CheckpointMismatchError
