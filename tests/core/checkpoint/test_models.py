@@ -64,6 +64,31 @@ def test_models_come_back_with_their_weights(tmp_path):
         assert again.weight.requires_grad
 
 
+METADATA = {
+    "keys": ({"loss": {1: 0.5, 2: 0.4, 10: 0.3}}, r"metadata\['loss'\] has the key 1, a int, .* use strings"),
+    "tuple": ({"shape": [1, (2, 3)]}, r"metadata\['shape'\]\[1\] is a tuple .*list\(x\) for a tuple"),
+    "tensor": ({"best": torch.ones(1)}, r"metadata\['best'\] is a Tensor .*x.tolist\(\) for a tensor"),
+    "set": ({"elements": {"H"}}, r"metadata\['elements'\] is a set"),
+    "bytes": ({"hash": b"x"}, r"metadata\['hash'\] is a bytes"),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_that_json_would_not_give_back_is_refused_when_it_is_saved(tmp_path, what):
+    """What would come back as something else, or not at all, is named with its place, and no file is written."""
+    metadata, message = METADATA[what]
+    with pytest.raises(NotPlainDataError, match=message):
+        save_checkpoint(tmp_path / "root", models={"main": (SPEC.build(), SPEC)}, metadata=metadata)
+    assert not (tmp_path / "root").exists()
+
+
+def test_metadata_of_any_depth_comes_back_equal(tmp_path):
+    """JSON data is given back as it was, whatever the order of its keys."""
+    metadata = {"b": [1, 2.5, None, True, {"10": "x", "9": []}], "a": {"\u00e9\ud800": float("inf")}}
+    save_checkpoint(tmp_path, models={"main": (SPEC.build(), SPEC)}, metadata=metadata)
+    assert load_checkpoint(tmp_path).metadata == metadata
+
+
 def test_wrappers_of_torch_are_taken_off(tmp_path):
     """A compiled or DataParallel model is saved under the names of the bare one."""
     module = SPEC.build()

@@ -110,7 +110,7 @@ class ModelSpec:
         """Return what `to_json` was called on; nothing is imported."""
         try:
             return cls(data["target"], {key: _decoded(value) for key, value in data["kwargs"].items()})
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelSpecError(
                 f"{data!r} describes no model: {error!r}; use what ModelSpec.to_json returned."
             ) from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nvalchemi.errors import NotPlainDataError
 
-__all__ = ["Copied", "check_plain", "host_copy", "on_host"]
+__all__ = ["Copied", "check_json", "check_plain", "host_copy", "on_host"]
 
 Copied: TypeAlias = dict[Any, tuple[Tensor, Tensor]]
 
@@ -58,6 +58,47 @@ def check_plain(value: Any, where: str) -> None:
         raise NotPlainDataError(
             f"{where} is a {kind.__name__} ({_short(value)}), which could not be loaded safely; a checkpoint holds "
             f"tensors, numbers, strings, lists, tuples and dicts: {_remedy(value)}."
+        )
+
+
+def check_json(value: Any, where: str) -> None:
+    """Refuse anything that JSON would not give back as it is: tuples and keys other than strings too.
+
+    Parameters
+    ----------
+    value : Any
+        None, booleans, numbers, strings, and lists and dicts of them. Types count exactly.
+    where : str
+        What to call it in the message.
+
+    Raises
+    ------
+    NotPlainDataError
+        A ``TypeError`` that names the place of the first offender and the remedy.
+
+    Examples
+    --------
+    >>> check_json({"losses": {"10": [0.5, None]}}, "metadata")
+    >>> check_json({"losses": {10: 0.5}}, "metadata")
+    Traceback (most recent call last):
+    nvalchemi.errors.NotPlainDataError: metadata['losses'] has the key 10, a int, ...
+    """
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise NotPlainDataError(
+                    f"{where} has the key {key!r}, a {type(key).__name__}, which JSON would give back as a string; "
+                    "use strings."
+                )
+            check_json(item, f"{where}[{key!r}]")
+    elif kind is list:
+        for place, item in enumerate(value):
+            check_json(item, f"{where}[{place}]")
+    elif kind not in (bool, int, float, str, type(None)):
+        raise NotPlainDataError(
+            f"{where} is a {kind.__name__} ({_short(value)}), which is no JSON data; use None, booleans, numbers, "
+            "strings, lists and dicts of them: x.tolist() for a tensor or an array, list(x) for a tuple or a set."
         )
 
 

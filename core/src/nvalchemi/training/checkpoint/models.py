@@ -15,7 +15,7 @@ from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import write_sections
 from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
-from nvalchemi.training.plain import check_plain, host_copy
+from nvalchemi.training.plain import check_json, check_plain, host_copy
 from nvalchemi.training.rng import capture_rng, restore_rng
 from nvalchemi.training.trained_state import check_model
 from nvalchemi.training.unwrap import bare_module
@@ -58,14 +58,14 @@ def save_checkpoint(
     models : mapping of str to (torch.nn.Module, ModelSpec)
         Wrappers by DDP and ``torch.compile`` are taken off; of an ``AveragedModel`` give its ``.module``.
     metadata : mapping, optional
-        JSON data of your own, given back by `load_checkpoint`.
+        JSON data of your own, given back by `load_checkpoint`: dicts by strings, lists, strings, numbers, None.
 
     Raises
     ------
     ModelSpecError
         A ``ValueError``: a description is not that of the model's class.
     NotPlainDataError
-        A ``TypeError``: a state could not be loaded safely.
+        A ``TypeError``: a state could not be loaded safely, or `metadata` is no JSON data; the place is named.
     CheckpointWriteError
         An ``OSError``: the disk is full, for instance. The earlier checkpoint is as it was.
 
@@ -80,7 +80,7 @@ def save_checkpoint(
     >>> model, loaded_spec == spec
     (Linear(in_features=2, out_features=1, bias=True), True)
     """
-    check_plain(dict(metadata or {}), "metadata")
+    check_json(dict(metadata or {}), "metadata")
     sections, specs = {}, {}
     for name, pair in models.items():
         module, spec = _checked_pair(name, pair)
