@@ -78,7 +78,9 @@ def test_what_is_no_state_is_refused_and_changes_nothing(name):
     state = capture_rng()
     first = draw()
     restore_rng(state)
-    with pytest.raises(CheckpointMismatchError, match=f"rng holds no state that the random numbers of {name} can go on"):
+    with pytest.raises(
+        CheckpointMismatchError, match=f"rng holds no state that the random numbers of {name} can go on"
+    ):
         check_rng({**state, name: BROKEN[name]}, "rng")
     check_rng(state, "rng")
     assert draw() == first

@@ -53,8 +53,8 @@ def check_rng(state: Mapping[str, Any], where: str) -> None:
             attempt(state[name], trial=True)
         except Exception as error:  # each generator has errors of its own for what is no state of it
             raise CheckpointMismatchError(
-                f"{where} holds no state that the random numbers of {name} can go on from here ({error!r}); use the same "
-                "version, and the generator that was in use when the state was taken."
+                f"{where} holds no state that the random numbers of {name} can go on from here ({error!r}); use the "
+                "same version, and the generator that was in use when the state was taken."
             ) from error
 
 
@@ -93,7 +93,7 @@ def _restore_numpy(state: Any, *, trial: bool = False) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state of numpy with tensors for its arrays of unsigned words; torch cannot do much with unsigned ones."""
+    """Return a state of numpy with tensors for its arrays; signed ones, as torch can do little with others."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if hasattr(value, "dtype"):

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from nvalchemi.errors import CheckpointMismatchError
 from nvalchemi.training.on_demand import OnDemand
 from nvalchemi.training.plain import Copied, host_copy, on_host
+from nvalchemi.training.rng import capture_rng, restore_rng
+from nvalchemi.training.state_shape import COUNTERS, check_state
 from nvalchemi.training.trained_state import (
+    check_gradients,
     check_models,
     check_steppers,
     gradients_of,
@@ -26,8 +29,6 @@ if TYPE_CHECKING:
     from nvalchemi.training.strategy import TrainingStrategy
 
 __all__ = ["load_into", "state_of"]
-
-_COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_step_count", "epoch")
 
 
 def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
@@ -53,30 +54,39 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
 
 def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     """Give a strategy a state; see `TrainingStrategy.load_state_dict`."""
-    run = state["run"]
-    if run["is_set_up"]:
+    check_state(state)
+    if state["run"]["is_set_up"]:
         strategy.setup()  # a hook may change models there; it happens before the first batch anyway
+    _check_fit(strategy, state, fresh)
+    own = _as_it_is if isinstance(state, OnDemand) else host_copy  # optimizers keep the tensors they are given
+    with ExitStack() as undo:
+        undo.callback(restore_rng, capture_rng())  # whoever loads in a way of its own may draw
+        strategy._hook_states.load(state["hooks"], fresh, undo)
+        load_steppers(strategy.lr_schedulers, own(state["schedulers"]), undo)
+        _load_run(strategy, state["run"], undo)
+        undo.callback(vars(strategy._position).update, dict(vars(strategy._position)))
+        strategy._position.load_state_dict(state["position"])
+        loaded = capture_rng()
+        late = any(map(may_refuse, strategy.models.values())) or any(map(may_refuse, strategy.optimizers))
+        careful = undo if late else None  # it keeps a copy of each, which costs memory
+        load_models(strategy.models, state["models"], careful)
+        load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
+        undo.pop_all()  # nobody refused
+    load_gradients(strategy.models, state.get("gradients", {}))
+    restore_rng(loaded)
+
+
+def _check_fit(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     check_models(strategy.models, state["models"])
     strategy._hook_states.check(state["hooks"], fresh)
-    if not run["is_set_up"] and strategy.optimizers:
+    if not state["run"]["is_set_up"] and strategy.optimizers:
         raise CheckpointMismatchError(
             "The state is that of a run before its first batch, but this strategy has optimizers already; load it into "
             "a new one."
         )
     check_steppers("optimizer", strategy.optimizers, state["optimizers"])
     check_steppers("scheduler", strategy.lr_schedulers, state["schedulers"])
-    own = _as_it_is if isinstance(state, OnDemand) else host_copy  # optimizers keep the tensors they are given
-    with ExitStack() as undo:
-        strategy._hook_states.load(state["hooks"], fresh, undo)
-        parts = [*strategy.models.values(), *strategy.optimizers, *strategy.lr_schedulers]
-        careful = undo if any(map(may_refuse, parts)) else None  # it keeps a copy of each, which costs memory
-        load_models(strategy.models, state["models"], careful)
-        load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
-        load_steppers(strategy.lr_schedulers, own(state["schedulers"]), careful)
-        undo.pop_all()  # nobody refused
-    load_gradients(strategy.models, state.get("gradients", {}))
-    _load_run(strategy, run)
-    strategy._position.load_state_dict(state["position"])
+    check_gradients(strategy.models, state.get("gradients", {}))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -86,7 +96,7 @@ def _as_it_is(value: Any) -> Any:
 def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:
     result = strategy.validation_result
     return {
-        "counters": {name: getattr(strategy, name) for name in _COUNTERS},
+        "counters": {name: getattr(strategy, name) for name in COUNTERS},
         "is_set_up": strategy._is_set_up,
         "unit": _unit(strategy),
         "began_at": None if strategy._goal is None else strategy._goal - _length(strategy),
@@ -96,8 +106,12 @@ def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:
     }
 
 
-def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any]) -> None:
-    for name in _COUNTERS:
+def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any], undo: ExitStack) -> None:
+    for name in (*COUNTERS, "_goal", "_validated_at", "validation_result"):
+        undo.callback(setattr, strategy, name, getattr(strategy, name))
+    hooks, registry = strategy._hook_states, strategy.registry
+    undo.callback(hooks.set_last_calls, registry, hooks.last_calls(registry))
+    for name in COUNTERS:
         setattr(strategy, name, run["counters"][name])
     under_way = run["began_at"] is not None and run["unit"] == _unit(strategy)
     strategy._goal = run["began_at"] + _length(strategy) if under_way else None
@@ -106,7 +120,7 @@ def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any]) -> None:
     strategy.validation_result = saved and ValidationResult(
         saved["losses"], weights=saved["weights"], batches=saved["batches"]
     )
-    strategy._hook_states.set_last_calls(strategy.registry, run["last_calls"])
+    hooks.set_last_calls(registry, run["last_calls"])
 
 
 def _unit(strategy: TrainingStrategy) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -179,7 +180,7 @@ def missing_sections(manifest: Manifest) -> list[str]:
     ]
 
 
-def _differs(file: BinaryIO, section: SectionFile, summed: bool) -> str:
+def _differs(file: BufferedReader, section: SectionFile, summed: bool) -> str:
     size = os.fstat(file.fileno()).st_size
     if size != section.size:
         what = "truncated" if size < section.size else "damaged"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from nvalchemi.errors import CheckpointMismatchError, ModelSpecError
+from nvalchemi.errors import CheckpointMismatchError, ModelSpecError, NotPlainDataError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
 from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import write_sections
@@ -17,7 +17,7 @@ from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
 from nvalchemi.training.plain import check_json, check_plain, host_copy
 from nvalchemi.training.rng import capture_rng, restore_rng
-from nvalchemi.training.trained_state import check_model
+from nvalchemi.training.trained_state import check_model, refuse_lazy
 from nvalchemi.training.unwrap import bare_module
 
 __all__ = ["LoadedModels", "load_checkpoint", "save_checkpoint"]
@@ -84,6 +84,7 @@ def save_checkpoint(
     sections, specs = {}, {}
     for name, pair in models.items():
         module, spec = _checked_pair(name, pair)
+        refuse_lazy(name, module, NotPlainDataError)
         sections[f"models/{name}"] = host_copy(dict(module.state_dict()))
         check_plain(sections[f"models/{name}"], f"models/{name}")
         specs[name] = spec.to_json()
@@ -124,7 +125,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     """
     allowed = tuple(allow)
     with open_sections(root, kind=KIND) as (sections, manifest):
-        specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata["specs"].items()}
+        specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata.get("specs", {}).items()}
         for spec in specs.values():
             spec.check(allowed)
         before = capture_rng()
