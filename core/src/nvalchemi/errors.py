@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointFormatError",
     "CheckpointMismatchError",
     "CheckpointMissingError",
+    "CheckpointReadError",
     "CheckpointWarning",
     "CheckpointWriteError",
     "HookConflictError",
@@ -92,6 +93,10 @@ class CheckpointError(Exception):
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
     """There is no checkpoint, or a file of it is missing."""
+
+
+class CheckpointReadError(CheckpointError, OSError):
+    """A checkpoint that is there and that the system does not let us read; its own error is the cause."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):

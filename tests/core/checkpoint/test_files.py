@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,12 @@ from nvalchemi.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointMissingError,
+    CheckpointReadError,
+    NotPlainDataError,
 )
 from nvalchemi.training import load_training, save_training
 from nvalchemi.training.checkpoint.files import write_sections
-from nvalchemi.training.checkpoint.manifest import Manifest, SectionFile, read_manifest
+from nvalchemi.training.checkpoint.manifest import read_manifest
 from nvalchemi.training.checkpoint.reading import open_sections
 
 
@@ -45,9 +50,17 @@ def rewrite(root, change):
     """Change the content of a manifest, with a right digest."""
     content = json.loads((root / "manifest.json").read_text())
     change(content)
-    sections = {name: SectionFile(**one) for name, one in content["sections"].items()}
-    text = Manifest(content["kind"], content["data"], sections, content["metadata"]).to_json()
-    (root / "manifest.json").write_text(text)
+    content.pop("digest")
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (root / "manifest.json").write_text(json.dumps(content))
+
+
+def forge(root, section):
+    """Give a changed file the sum by which it passes for whole."""
+    path = file_of(root, section)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    rewrite(root, lambda c: c["sections"][section].update(size=path.stat().st_size, sha256=digest))
 
 
 def flip(path, place=-1):
@@ -80,6 +93,24 @@ DAMAGE = {
                  CheckpointDamagedError, "names the file '../../secret.pt', which no save writes; do not trust it"),
     "folder out": (lambda root: rewrite(root, lambda c: c.update(data="..")), CheckpointDamagedError,
                    "names the folder '..', which no save makes"),
+    "no metadata": (lambda root: rewrite(root, lambda c: c.update(metadata=None)), CheckpointDamagedError,
+                    r"is damaged: manifest\['metadata'\] is None, a NoneType, instead of a mapping"),
+    "hooks": (lambda root: rewrite(root, lambda c: c["metadata"].update(hooks=["ema"])), CheckpointDamagedError,
+              r"manifest\['metadata'\]\['hooks'\] is \['ema'\], a list, instead of a mapping; bring it back"),
+    "size": (lambda root: rewrite(root, lambda c: c["sections"]["run"].update(size="12")), CheckpointDamagedError,
+             r"manifest\['sections'\]\['run'\]\['size'\] is '12', a str, instead of an int"),
+    "no sum": (lambda root: rewrite(root, lambda c: c["sections"]["run"].update(sha256="\x1b[2J")),
+               CheckpointDamagedError, r"names the SHA-256 '\\x1b\[2J', which is none; do not trust it"),
+    "too deep": (lambda root: (root / "manifest.json").write_text("[" * 100_000), CheckpointDamagedError,
+                 "is damaged: it is no JSON .*recursion"),
+    "no section": (lambda root: rewrite(root, lambda c: c["sections"].pop("run")), CheckpointDamagedError,
+                   "names no file for 'run', which no save leaves out; do not trust it"),
+    "no models": (lambda root: rewrite(root, lambda c: c["sections"].pop("models/main")), CheckpointDamagedError,
+                  "names no file for 'models'"),
+    "manifest is a folder": (lambda root: ((root / "manifest.json").unlink(), (root / "manifest.json").mkdir()),
+                             CheckpointReadError, "the manifest cannot be read: Is a directory; see to it that"),
+    "section is a folder": (lambda root: (file_of(root, "run").unlink(), file_of(root, "run").mkdir()),
+                            CheckpointReadError, "section 'run' cannot be read: Is a directory; see to it that"),
 }  # fmt: skip
 
 
@@ -119,18 +150,118 @@ def test_a_file_that_holds_code_is_not_run(root, tmp_path):
 
     path = file_of(root, "run")
     torch.save({"run": Evil()}, path)
-    import hashlib
-
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    rewrite(root, lambda c: c["sections"]["run"].update(size=path.stat().st_size, sha256=digest))
+    forge(root, "run")
     with pytest.raises(CheckpointDamagedError, match="holds something that is no plain data, so it was not loaded"):
         read_sections(root, kind="training")
     path.write_bytes(pickle.dumps(Evil()))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    rewrite(root, lambda c: c["sections"]["run"].update(size=path.stat().st_size, sha256=digest))
+    forge(root, "run")
     with pytest.raises(CheckpointDamagedError, match="no plain data"):
         read_sections(root, kind="training")
     assert not (tmp_path / "it ran").exists()
+
+
+FORGED = {
+    "empty stack": b"\x80\x02.",
+    "no such memo": b"\x80\x02h\x05.",
+    "item of a number": b"\x80\x02K\x01K\x02K\x03s.",
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_file_is_named(root, what):
+    """Whatever the unpickler raises on a stranger's file with right sums, the message names the file and what to do."""
+    path = file_of(root, "run")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", FORGED[what]), ("version", b"3"), ("byteorder", b"little")):
+            archive.writestr(f"x/{name}", data)
+    forge(root, "run")
+    with pytest.raises(CheckpointDamagedError, match=r"run.pt \(section 'run'\) holds something that is no plain data"):
+        read_sections(root, kind="training")
+
+
+def replace_while(monkeypatch, root, function, act):
+    """Call `act` once when `function` of the reader is called for the second time."""
+    from nvalchemi.training.checkpoint import reading
+
+    original, calls = getattr(reading, function), []
+
+    def called(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            act()
+        return original(*args, **options)
+
+    monkeypatch.setattr(reading, function, called)
+
+
+@pytest.mark.parametrize("function", ["open_section", "_refuse_code"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(root, make_strategy, monkeypatch, function):
+    """Another process saves into the same root while the files are opened or checked: the new one is loaded."""
+    strategy = make_strategy()
+    strategy.train_batch((torch.ones(4, 6), torch.zeros(4, 1)))
+    strategy.train_batch((torch.ones(4, 6), torch.zeros(4, 1)))
+    replace_while(monkeypatch, root, function, lambda: save_training(root, strategy))
+    loaded = make_strategy()
+    load_training(root, loaded)
+    assert loaded.step_count == 2
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_missing(root, make_strategy, monkeypatch):
+    """If no other takes its place, the message names the file that is gone, and nothing is tried for ever."""
+    gone = file_of(root, "optimizers")
+    replace_while(monkeypatch, root, "open_section", gone.unlink)
+    with pytest.raises(CheckpointMissingError, match=r"section 'optimizers'\) is missing"):
+        load_training(root, make_strategy())
+
+
+class Loop:
+    """A training loop of one's own."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state, *, fresh=()):
+        self.state = as_dict(state)
+
+
+LOOPS = [
+    {"net/enc": 1, "net/dec": 0, "net": 2},
+    {"models/a": 1, "models": {"b": 2}, "hooks/a": 3},
+    {"models": {}, "hooks": {}},
+    {"models": [1], "hooks": {"a": 5}, "run": 3},
+    {"hooks": {"a": {"state": 1, "steps": 2}}, "run": {"counters": {"loss": 0.5}}},
+    {"hooks": {"a": {"state": {"n": 1}, "name": "a"}, "b": {"name": "b"}}},
+]
+
+
+@pytest.mark.parametrize("state", LOOPS, ids=str)
+def test_the_state_of_a_loop_of_ones_own_comes_back(tmp_path, state):
+    """Whatever its parts are called and hold, a state that could be saved is given back equal, and nothing else."""
+    save_training(tmp_path, Loop(state))
+    loop = Loop(None)
+    load_training(tmp_path, loop)
+    assert loop.state == state
+
+
+def as_dict(value):
+    return {key: as_dict(one) for key, one in value.items()} if hasattr(value, "items") else value
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({1: 2}, "The state has the key 1, a int; use strings"),
+        ({"models": {"a": 1}, "models/a": 2}, "The state has 'models/a' twice, in its part 'models/a' too; rename"),
+    ],
+)
+def test_a_state_whose_parts_could_not_be_told_apart_is_refused(tmp_path, state, message):
+    """Keys that are no strings, or that stand for another part's section, are named before anything is written."""
+    with pytest.raises(NotPlainDataError, match=message):
+        save_training(tmp_path / "root", Loop(state))
+    assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize("where", ["nowhere", "empty", "above"])
@@ -189,8 +320,6 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(root, make_strategy, mo
 
 def test_the_files_are_flushed_before_the_manifest_is_renamed(root, make_strategy, monkeypatch):
     """All bytes are on the disk before the new checkpoint counts, and the rename is flushed too."""
-    import os
-
     events = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append("flush") or fsync(descriptor))

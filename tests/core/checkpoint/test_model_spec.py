@@ -111,6 +111,29 @@ def test_classes_and_prefixes_of_modules_can_be_allowed(allow):
     assert isinstance(create_model_spec(Net, inner=None).build(allow), Net)
 
 
+@pytest.mark.parametrize("name", ["os.system", "system", "Path", "Net.run", "function", "Decoder"])
+def test_a_prefix_allows_the_modules_own_models_only(name, tmp_path, monkeypatch):
+    """What an allowed module has imported, its functions and other classes of it are not built, nor anything called."""
+    (tmp_path / "mymodels.py").write_text(
+        "import os\nfrom json import JSONDecoder as Decoder\nfrom os import system\nfrom pathlib import Path\n"
+        "from torch import nn\n\nclass Net(nn.Module):\n    run = system\n\ndef function(command): system(command)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mymodels", raising=False)
+    ran = tmp_path / "it ran"
+    with pytest.raises(ModelNotAllowedError, match=rf"mymodels:{name} is no nn.Module .*itself: allow=\[{name}\]"):
+        ModelSpec(f"mymodels:{name}", {"command": f"touch '{ran}'"}).build(["mymodels"])
+    assert not ran.exists()
+    assert type(ModelSpec("mymodels:Net", {}).build(["mymodels"])).__name__ == "Net"
+
+
+def test_a_refusal_speaks_of_the_description():
+    """A spec of one's own comes from no file, so the message does not speak of one."""
+    with pytest.raises(ModelNotAllowedError) as caught:
+        create_model_spec(Net, inner=None).build()
+    assert str(caught.value).startswith(f"{__name__}:Net is no class of torch.nn and was not allowed")
+
+
 def test_a_prefix_is_a_whole_part_of_a_name():
     """``torchvision`` is not allowed by ``torch``, nor is any module by half its name."""
     with pytest.raises(ModelNotAllowedError):

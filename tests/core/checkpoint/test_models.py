@@ -30,6 +30,17 @@ class Extra(nn.Module):
         return object()
 
 
+class Table(nn.Module):
+    """Makes the tensor of its extra state anew whenever it is asked."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return torch.full((1000,), self.value)
+
+
 class Growing(nn.Module):
     """Has another shape each time the class attribute is changed."""
 
@@ -51,6 +62,31 @@ def test_models_come_back_with_their_weights(tmp_path):
         assert its_spec == spec
         assert torch.equal(again.weight, module.weight)
         assert again.weight.requires_grad
+
+
+METADATA = {
+    "keys": ({"loss": {1: 0.5, 2: 0.4, 10: 0.3}}, r"metadata\['loss'\] has the key 1, a int, .* use strings"),
+    "tuple": ({"shape": [1, (2, 3)]}, r"metadata\['shape'\]\[1\] is a tuple .*list\(x\) for a tuple"),
+    "tensor": ({"best": torch.ones(1)}, r"metadata\['best'\] is a Tensor .*x.tolist\(\) for a tensor"),
+    "set": ({"elements": {"H"}}, r"metadata\['elements'\] is a set"),
+    "bytes": ({"hash": b"x"}, r"metadata\['hash'\] is a bytes"),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_that_json_would_not_give_back_is_refused_when_it_is_saved(tmp_path, what):
+    """What would come back as something else, or not at all, is named with its place, and no file is written."""
+    metadata, message = METADATA[what]
+    with pytest.raises(NotPlainDataError, match=message):
+        save_checkpoint(tmp_path / "root", models={"main": (SPEC.build(), SPEC)}, metadata=metadata)
+    assert not (tmp_path / "root").exists()
+
+
+def test_metadata_of_any_depth_comes_back_equal(tmp_path):
+    """JSON data is given back as it was, whatever the order of its keys."""
+    metadata = {"b": [1, 2.5, None, True, {"10": "x", "9": []}], "a": {"\u00e9\ud800": float("inf")}}
+    save_checkpoint(tmp_path, models={"main": (SPEC.build(), SPEC)}, metadata=metadata)
+    assert load_checkpoint(tmp_path).metadata == metadata
 
 
 def test_wrappers_of_torch_are_taken_off(tmp_path):
@@ -102,6 +138,14 @@ def test_state_that_is_no_plain_data_is_refused_when_it_is_saved(tmp_path):
     """An extra state that could never be loaded is named at once."""
     with pytest.raises(NotPlainDataError, match=r"models/main\['_extra_state'\] is a object"):
         save_checkpoint(tmp_path, models={"main": (Extra(), create_model_spec(Extra))})
+
+
+def test_extra_states_that_are_made_anew_are_not_mixed_up(make_strategy):
+    """Models whose extra state is a fresh tensor each have their own in the state of a run."""
+    names = ["main", "a", "b", "c"]
+    models = {name: nn.Sequential(nn.Linear(6, 1), Table(float(place))) for place, name in enumerate(names)}
+    state = make_strategy(models=models).state_dict()["models"]
+    assert [float(state[name]["1._extra_state"][0]) for name in names] == [0, 1, 2, 3]
 
 
 def test_a_model_that_has_changed_since_is_refused_by_shape(tmp_path, monkeypatch):

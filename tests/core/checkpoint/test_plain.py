@@ -75,6 +75,13 @@ def test_a_copy_shares_nothing_with_the_original_and_keeps_ties():
     assert copy["row"].untyped_storage().nbytes() == 8  # not the whole storage that it is a view of
 
 
+def test_copies_of_tensors_that_are_made_anew_are_not_mixed_up():
+    """Tensors that nobody else keeps may get each other's memory one after the other: each has its own copy."""
+    copied = {}
+    copies = [host_copy(torch.full((1000,), float(number)), copied=copied) for number in range(20)]
+    assert [float(copy[0]) for copy in copies] == list(range(20))
+
+
 def test_a_copy_keeps_strides():
     """A channels-last tensor stays one."""
     image = torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)

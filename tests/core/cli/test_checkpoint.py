@@ -88,13 +88,70 @@ def test_show_says_what_models_need(tmp_path, capsys):
     gone = ModelSpec("no_such_package.models:Net", {})
     linear = create_model_spec(nn.Linear, in_features=1, out_features=1)
     specs = {name: spec.to_json() for name, spec in {"a": linear, "b": own, "c": gone}.items()}
-    write_sections(tmp_path, {}, kind="models", metadata={"specs": specs})
+    write_sections(tmp_path, {f"models/{name}": {} for name in specs}, kind="models", metadata={"specs": specs})
     data = shown(tmp_path, capsys)
     assert data["loads_here"] is False
     assert data["problems"] == [
         "The model 'c' is a no_such_package.models:Net, but there is no package 'no_such_package' here."
     ]
     assert data["remarks"] == ["The model 'b' is a json.decoder:JSONDecoder: load it with allow=['json.decoder']."]
+
+
+def test_show_finds_a_module_that_is_gone_from_its_package(tmp_path, capsys, monkeypatch):
+    """The package is there and the module of the model is not: it does not load, and the package is not imported."""
+    package = tmp_path / "shrunken"
+    (package / "nets").mkdir(parents=True)
+    for folder in (package, package / "nets"):
+        (folder / "__init__.py").write_text("raise SystemExit('ran')")
+    (package / "nets" / "kept.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    targets = {"a": "shrunken.nets.kept:Net", "b": "shrunken.nets.gone:Net", "c": "shrunken.nets.kept.gone:Net"}
+    specs = {name: {"target": target, "kwargs": {}} for name, target in targets.items()}
+    write_sections(
+        tmp_path / "root", {f"models/{name}": {} for name in specs}, kind="models", metadata={"specs": specs}
+    )
+    assert shown(tmp_path / "root", capsys)["problems"] == [
+        "The model 'b' is a shrunken.nets.gone:Net, but there is no module 'shrunken.nets.gone' here.",
+        "The model 'c' is a shrunken.nets.kept.gone:Net, but there is no module 'shrunken.nets.kept.gone' here.",
+    ]
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("section", ["run", "position", "optimizers"])
+def test_a_section_that_is_missing_in_the_manifest_is_a_problem(tmp_path, capsys, command, section):
+    """A manifest, its digest right, that leaves out a part of the state: it is not whole and would not load."""
+    parts = ["models", "optimizers", "run", "position"]
+    sections = {name: {} for name in ("models/main", *parts[1:]) if name != section}
+    write_sections(tmp_path, sections, kind="training", metadata={"parts": parts})
+    main(["checkpoint", command, str(tmp_path), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["loads_here" if command == "show" else "whole"] is False
+    assert f"The manifest names no file for '{section}', which no save leaves out; do not trust it." in str(data)
+
+
+def test_show_names_a_file_that_cannot_be_read(root, capsys):
+    """A section that the system does not open is a problem, with the system's reason."""
+    manifest = read_manifest(root)
+    path = root / manifest.data / manifest.sections["run"].file
+    path.unlink()
+    path.mkdir()
+    data = shown(root, capsys)
+    assert data["loads_here"] is False
+    assert "section 'run' cannot be read: Is a directory" in data["problems"][0]
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_what_a_terminal_would_act_upon_is_escaped(tmp_path, capsys, command):
+    """Names in a stranger's manifest cannot colour, move or rename the terminal of whoever looks at it."""
+    evil = "\x1b[31mred\x1b]0;title\x07\n\ud800é"
+    hooks = {evil: {"name": evil, "class": evil, "distribution": evil, "version": evil}}
+    specs = {evil: {"target": f"{evil}:{evil}", "kwargs": {}}}
+    metadata = {"hooks": hooks, "specs": specs, "written_by": evil, "progress": {evil: 1}}
+    write_sections(tmp_path, {f"models/{evil}": 1}, kind=evil, metadata=metadata)
+    main(["checkpoint", command, str(tmp_path)])
+    out = capsys.readouterr().out
+    assert r"models/\x1b[31mred\x1b]0;title\x07\n\ud800é" in out
+    assert all(one.isprintable() for line in out.split("\n") for one in line)
 
 
 def test_show_names_missing_and_truncated_files(root, capsys):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from nvalchemi.cli.parsers import print_columns
+from nvalchemi.cli.checkpoint_verify import problems as problems_of_files
+from nvalchemi.cli.parsers import print_columns, printable
 
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
@@ -63,11 +65,12 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(root: str, manifest: Manifest) -> dict[str, Any]:
     """Return what is shown, as JSON data."""
-    problems, remarks = _missing_files(root, manifest), []
+    problems = list(filter(None, problems_of_files(root, manifest, summed=False).values()))
+    remarks: list[str] = []
     hooks = [{"key": key, **hook} for key, hook in manifest.metadata.get("hooks", {}).items()]
     for hook in hooks:
         hook["keeps_state"] = f"hooks/{hook['key']}" in manifest.sections
-        hook["installed"] = _installed(hook["distribution"])
+        hook["installed"] = _installed(hook.get("distribution"))
         remarks += _remark(hook)
     models = [{"name": name, "target": spec["target"]} for name, spec in manifest.metadata.get("specs", {}).items()]
     for model in models:
@@ -86,19 +89,6 @@ def describe(root: str, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _missing_files(root: str, manifest: Manifest) -> list[str]:
-    from nvalchemi.errors import CheckpointError
-    from nvalchemi.training.checkpoint.manifest import section_path
-
-    problems = []
-    for name in manifest.sections:
-        try:
-            section_path(root, manifest, name)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
-
-
 def _installed(distribution: str | None) -> str | None:
     import importlib_metadata
 
@@ -107,9 +97,9 @@ def _installed(distribution: str | None) -> str | None:
 
 
 def _remark(hook: dict[str, Any]) -> list[str]:
-    key, distribution, saved, here = hook["key"], hook["distribution"], hook["version"], hook["installed"]
+    key, distribution, saved, here = hook["key"], hook.get("distribution"), hook.get("version"), hook["installed"]
     if distribution is None:
-        return [f"The hook {key!r} ({hook['class']}) comes from no installed distribution; have its code at hand."]
+        return [f"The hook {key!r} ({hook.get('class')}) comes from no installed distribution; have its code at hand."]
     if here is None:
         kept = "; without it, its state is kept and saved again" if hook["keeps_state"] else ""
         return [
@@ -122,25 +112,41 @@ def _remark(hook: dict[str, Any]) -> list[str]:
 
 def _look_at_model(model: dict[str, Any], problems: list[str], remarks: list[str]) -> None:
     module = model["target"].partition(":")[0]
-    package = module.partition(".")[0]
-    if package != "__main__" and importlib.util.find_spec(package) is None:
-        problems.append(
-            f"The model {model['name']!r} is a {model['target']}, but there is no package {package!r} here."
-        )
+    missing = _missing_module(module)
+    if missing is not None:
+        what = "module" if "." in missing else "package"
+        problems.append(f"The model {model['name']!r} is a {model['target']}, but there is no {what} {missing!r} here.")
     elif not module.startswith("torch.nn"):
         remarks.append(f"The model {model['name']!r} is a {model['target']}: load it with allow=[{module!r}].")
 
 
+def _missing_module(module: str) -> str | None:
+    """Return the first part of a module's path that is not there; nothing is imported, as `find_spec` would do."""
+    package, *names = module.split(".")
+    if package == "__main__":
+        return None
+    path, found = package, importlib.util.find_spec(package) if package.isidentifier() else None
+    for name in names:
+        if found is None:
+            return path
+        path = f"{path}.{name}"
+        found = PathFinder.find_spec(path, found.submodule_search_locations or ())
+    return path if found is None else None
+
+
 def _print(shown: dict[str, Any]) -> None:
-    print(f"A checkpoint of {shown['kind']}, written by {shown['written_by']}.")
+    print(printable(f"A checkpoint of {shown['kind']}, written by {shown['written_by']}."))
     if shown["progress"]:
-        print(", ".join(f"{name} {count}" for name, count in shown["progress"].items()))
+        print(printable(", ".join(f"{name} {count}" for name, count in shown["progress"].items())))
     print()
     print_columns(
         [("SECTION", "BYTES", "FILE"), *((s["name"], f"{s['size']:,}", s["file"]) for s in shown["sections"])]
     )
     if shown["hooks"]:
-        rows = [(h["key"], h["class"], f"{h['distribution'] or '-'} {h['version'] or ''}") for h in shown["hooks"]]
+        rows = [
+            (h["key"], h.get("class") or "-", f"{h.get('distribution') or '-'} {h.get('version') or ''}")
+            for h in shown["hooks"]
+        ]
         print()
         print_columns([("HOOK", "CLASS", "FROM"), *rows])
     if shown["models"]:
@@ -148,4 +154,4 @@ def _print(shown: dict[str, Any]) -> None:
         print_columns([("MODEL", "BUILT BY"), *((m["name"], m["target"]) for m in shown["models"])])
     print(f"\nWould load here: {'yes' if shown['loads_here'] else 'no'}.")
     for sentence in (*shown["problems"], *shown["remarks"]):
-        print(sentence)
+        print(printable(sentence))

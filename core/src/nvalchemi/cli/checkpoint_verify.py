@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvalchemi.cli.parsers import print_columns
 
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
+    from nvalchemi.training.checkpoint.manifest import Manifest
 
-__all__ = ["add_to", "run"]
+__all__ = ["add_to", "problems", "run"]
 
 _DESCRIPTION = """\
 Compare every file of a checkpoint with the sum that was written down when it was saved. Nothing is loaded.
 """
+
+_NO_FILE = "The manifest names no file for {!r}, which no save leaves out; do not trust it."
 
 _EPILOG = """\
 exit codes:
@@ -45,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Check every sum, and print what is wrong; 1 if anything is."""
     from nvalchemi.training.checkpoint.manifest import read_manifest
 
-    manifest = read_manifest(options.root)
-    sections = [{"name": name, "problem": _problem(options.root, manifest, name)} for name in manifest.sections]
+    found = problems(options.root, read_manifest(options.root), summed=True)
+    sections = [{"name": name, "problem": problem} for name, problem in found.items()]
     whole = not any(section["problem"] for section in sections)
     if options.json:
         import json
@@ -57,12 +60,16 @@ def run(options: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
-def _problem(root: str, manifest: Any, name: str) -> str:
+def problems(root: str, manifest: Manifest, *, summed: bool) -> dict[str, str]:
+    """Return what is wrong with each section, by its name, or an empty string; sums are compared if `summed`."""
     from nvalchemi.errors import CheckpointError
-    from nvalchemi.training.checkpoint.manifest import open_section
+    from nvalchemi.training.checkpoint.manifest import missing_sections, open_section
 
-    try:
-        open_section(root, manifest, name).close()
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    found = {name: _NO_FILE.format(name) for name in missing_sections(manifest)}
+    for name in manifest.sections:
+        try:
+            open_section(root, manifest, name, summed=summed).close()
+            found[name] = ""
+        except CheckpointError as error:
+            found[name] = str(error)
+    return found

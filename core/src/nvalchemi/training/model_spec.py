@@ -60,12 +60,13 @@ class ModelSpec:
         Parameters
         ----------
         allow : iterable of type, callable or str
-            What may be built besides classes of ``torch.nn``: classes, functions, or prefixes of modules.
+            What may be built besides the modules of ``torch.nn``: classes, functions, or prefixes of modules. A prefix
+            allows the ``nn.Module`` classes that are defined below it, and nothing that is only imported there.
 
         Raises
         ------
         ModelNotAllowedError
-            A ``ValueError``: something else is named; nothing of it was imported.
+            A ``ValueError``: something else is named; nothing of it was called.
         ModelImportError
             An ``ImportError``: what is named is not there.
         ModelSpecError
@@ -86,12 +87,11 @@ class ModelSpec:
             A ``ValueError`` with the target and the remedy.
         """
         allowed = tuple(allow)
-        if not (self._is_of_torch() or self._given(allowed) or self._in_modules(allowed)):
-            name = self.target.rpartition(":")[2]
+        module, _, name = self.target.partition(":")
+        if not (self._given(allowed) or _below(module, allowed)):
             raise ModelNotAllowedError(
-                f"The file wants to build {self.target}, which is no class of torch.nn and was not allowed; nothing of "
-                f"it was imported. If you trust it: allow=[{name}], or allow=[{self.target.partition(':')[0]!r}] for "
-                "its module."
+                f"{self.target} is no class of torch.nn and was not allowed; nothing of it was imported. If you trust "
+                f"it: allow=[{name}], or allow=[{module!r}] for the models of its module."
             )
         for spec in _specs_in(self.kwargs):
             spec.check(allowed)
@@ -110,21 +110,13 @@ class ModelSpec:
         """Return what `to_json` was called on; nothing is imported."""
         try:
             return cls(data["target"], {key: _decoded(value) for key, value in data["kwargs"].items()})
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelSpecError(
                 f"{data!r} describes no model: {error!r}; use what ModelSpec.to_json returned."
             ) from error
 
-    def _is_of_torch(self) -> bool:
-        module = self.target.partition(":")[0]
-        return module == _TORCH_NN or module.startswith(f"{_TORCH_NN}.")
-
     def _given(self, allowed: tuple[Allowed, ...]) -> Callable[..., Any] | None:
         return next((one for one in allowed if not isinstance(one, str) and _path(one) == self.target), None)
-
-    def _in_modules(self, allowed: tuple[Allowed, ...]) -> bool:
-        module = self.target.partition(":")[0]
-        return any(isinstance(one, str) and (module == one or module.startswith(f"{one}.")) for one in allowed)
 
     def _resolve(self, allowed: tuple[Allowed, ...]) -> Callable[..., Any]:
         given = self._given(allowed)
@@ -143,8 +135,11 @@ class ModelSpec:
             raise ModelImportError(
                 f"{self.target} cannot be imported any more: {module} has no {name}. Use the version it was saved with."
             )
-        if not self._in_modules(allowed) and not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise ModelNotAllowedError(f"{self.target} is no nn.Module; of torch.nn a file can build modules only.")
+        if not (isinstance(found, type) and issubclass(found, nn.Module) and _below(found.__module__, allowed)):
+            raise ModelNotAllowedError(
+                f"{self.target} is no nn.Module that is defined in torch.nn or below a name in allow, so it was not "
+                f"called. If you trust it, give it itself: allow=[{name}]."
+            )
         return found
 
 
@@ -183,6 +178,12 @@ def create_model_spec(target: Callable[..., Any], /, **kwargs: Any) -> ModelSpec
         raise ModelSpecError(f"{path} is not {target!r}; give it under the name by which it can be imported.")
     _bind(target, name, kwargs)
     return ModelSpec(path, kwargs)
+
+
+def _below(module: str, allowed: tuple[Allowed, ...]) -> bool:
+    """Whether a module is ``torch.nn`` or an allowed one, or lies below."""
+    prefixes = (_TORCH_NN, *(one for one in allowed if isinstance(one, str)))
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _path(target: object) -> str:

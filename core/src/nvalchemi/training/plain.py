@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nvalchemi.errors import NotPlainDataError
 
-__all__ = ["check_plain", "host_copy", "on_host"]
+__all__ = ["Copied", "check_json", "check_plain", "host_copy", "on_host"]
+
+Copied: TypeAlias = dict[Any, tuple[Tensor, Tensor]]
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -59,7 +61,48 @@ def check_plain(value: Any, where: str) -> None:
         )
 
 
-def host_copy(value: Any, *, copied: dict[Any, Tensor] | None = None) -> Any:
+def check_json(value: Any, where: str) -> None:
+    """Refuse anything that JSON would not give back as it is: tuples and keys other than strings too.
+
+    Parameters
+    ----------
+    value : Any
+        None, booleans, numbers, strings, and lists and dicts of them. Types count exactly.
+    where : str
+        What to call it in the message.
+
+    Raises
+    ------
+    NotPlainDataError
+        A ``TypeError`` that names the place of the first offender and the remedy.
+
+    Examples
+    --------
+    >>> check_json({"losses": {"10": [0.5, None]}}, "metadata")
+    >>> check_json({"losses": {10: 0.5}}, "metadata")
+    Traceback (most recent call last):
+    nvalchemi.errors.NotPlainDataError: metadata['losses'] has the key 10, a int, ...
+    """
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise NotPlainDataError(
+                    f"{where} has the key {key!r}, a {type(key).__name__}, which JSON would give back as a string; "
+                    "use strings."
+                )
+            check_json(item, f"{where}[{key!r}]")
+    elif kind is list:
+        for place, item in enumerate(value):
+            check_json(item, f"{where}[{place}]")
+    elif kind not in (bool, int, float, str, type(None)):
+        raise NotPlainDataError(
+            f"{where} is a {kind.__name__} ({_short(value)}), which is no JSON data; use None, booleans, numbers, "
+            "strings, lists and dicts of them: x.tolist() for a tensor or an array, list(x) for a tuple or a set."
+        )
+
+
+def host_copy(value: Any, *, copied: Copied | None = None) -> Any:
     """Return plain data with every tensor copied to the host; tensors that share memory share it in the copy too.
 
     Parameters
@@ -67,7 +110,7 @@ def host_copy(value: Any, *, copied: dict[Any, Tensor] | None = None) -> Any:
     value : Any
         What is neither a tensor nor a dict, list or tuple is returned as it is.
     copied : dict, optional
-        The copies so far, for values that are copied one after the other and share tensors.
+        Originals and copies so far, for values that are copied one after the other and share tensors.
 
     Examples
     --------
@@ -100,14 +143,14 @@ def on_host(value: Any) -> Any:
     return value
 
 
-def _copied_tensor(tensor: Tensor, copied: dict[Any, Tensor]) -> Tensor:
+def _copied_tensor(tensor: Tensor, copied: Copied) -> Tensor:
     if not tensor.numel() or tensor.layout is not torch.strided:
         return tensor.to("cpu", copy=True)
     storage = tensor.untyped_storage().data_ptr()
     key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in copied:
-        copied[key] = tensor.to("cpu", copy=True)
-    return copied[key]
+        copied[key] = tensor, tensor.to("cpu", copy=True)  # kept, the original's memory is given to no other tensor
+    return copied[key][1]
 
 
 def _remedy(value: Any) -> str:

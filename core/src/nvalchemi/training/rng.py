@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["capture_rng", "random_numbers_kept", "restore_rng"]
+from nvalchemi.errors import CheckpointMismatchError
+
+__all__ = ["capture_rng", "check_rng", "random_numbers_kept", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -30,11 +33,30 @@ def capture_rng() -> dict[str, Any]:
     version, words, pending = random.getstate()
     state: dict[str, Any] = {"python": [version, torch.tensor(words), pending], "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, words, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = [str(name), torch.tensor(words.tolist()), int(position), int(has_gauss), float(gauss)]
+        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [one.cpu() for one in torch.cuda.get_rng_state_all()]
     return state
+
+
+def check_rng(state: Mapping[str, Any], where: str) -> None:
+    """Refuse states that the generators would not take, by giving them to others of the same kind.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        A ``ValueError`` with the place, what the generator says to it, and the remedy.
+    """
+    for name, attempt in {"python": _restore_python, "torch": _restore_torch, "numpy": _restore_numpy}.items():
+        if name == "numpy" and name not in state:
+            continue
+        try:
+            attempt(state[name], trial=True)
+        except Exception as error:  # each generator has errors of its own for what is no state of it
+            raise CheckpointMismatchError(
+                f"{where} holds no state that the random numbers of {name} can go on from here ({error!r}); use the "
+                "same version, and the generator that was in use when the state was taken."
+            ) from error
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
@@ -42,9 +64,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
     States of CUDA devices that this machine lacks are passed over, as is numpy's where it is not installed.
     """
-    version, words, pending = state["python"]
-    random.setstate((version, tuple(words.tolist()), pending))
-    torch.set_rng_state(state["torch"])
+    _restore_python(state["python"])
+    _restore_torch(state["torch"])
     if "numpy" in state:
         _restore_numpy(state["numpy"])
     for device, one in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
@@ -69,10 +90,39 @@ def random_numbers_kept() -> Iterator[None]:
         restore_rng(before)
 
 
-def _restore_numpy(state: Any) -> None:
+def _restore_python(state: Any, *, trial: bool = False) -> None:
+    version, words, pending = state
+    (random.Random() if trial else random).setstate((version, tuple(words.tolist()), pending))
+
+
+def _restore_torch(state: Any, *, trial: bool = False) -> None:
+    (torch.Generator() if trial else torch.default_generator).set_state(state)
+
+
+def _restore_numpy(state: Any, *, trial: bool = False) -> None:
     try:
         numpy = importlib.import_module("numpy")  # an optional companion, without which type checking works too
     except ImportError:  # then nothing here can draw from it
         return
-    name, words, position, has_gauss, gauss = state
-    numpy.random.set_state((name, words.tolist(), position, has_gauss, gauss))
+    saved, here = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
+    if saved != here:
+        raise ValueError(f"numpy.random draws from {here} here, but drew from {saved}: numpy.random.set_bit_generator")
+    generator = numpy.random.RandomState(getattr(numpy.random, here)()) if trial else numpy.random
+    generator.set_state(_unsigned(state))
+
+
+def _plain(value: Any) -> Any:
+    """Return a state of numpy with tensors for its arrays; signed ones, as torch can do little with others."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if hasattr(value, "dtype"):
+        return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
+    return value
+
+
+def _unsigned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unsigned(one) for key, one in value.items()}
+    if isinstance(value, Tensor):
+        return value.numpy().view(f"u{value.itemsize}")
+    return value

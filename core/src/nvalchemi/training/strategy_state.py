@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import CheckpointMismatchError
 from nvalchemi.training.on_demand import OnDemand
-from nvalchemi.training.plain import host_copy, on_host
+from nvalchemi.training.plain import Copied, host_copy, on_host
+from nvalchemi.training.rng import capture_rng, restore_rng
+from nvalchemi.training.state_shape import COUNTERS, check_state
 from nvalchemi.training.trained_state import (
+    check_gradients,
     check_models,
     check_steppers,
     gradients_of,
@@ -23,13 +26,11 @@ from nvalchemi.training.trained_state import (
 from nvalchemi.training.validation import ValidationResult
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nvalchemi.training.strategy import TrainingStrategy
 
 __all__ = ["load_into", "state_of"]
 
-_COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_step_count", "epoch")
+_BATCH_COUNTERS = ("batch_count", "epoch_step_count", "epoch")
 
 
 def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
             "The state was asked for in the middle of a batch, which cannot be gone on with; ask for it at "
             "AFTER_BATCH, AFTER_EPOCH, AFTER_VALIDATION or AFTER_TRAINING, or between two batches."
         )
-    copied: dict[Any, Tensor] = {}
+    copied: Copied = {}
     state = {
         "models": model_states(strategy.models, copied),
         "optimizers": stepper_states(strategy.optimizers, copied),
@@ -57,30 +58,39 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
 def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     """Give a strategy a state; see `TrainingStrategy.load_state_dict`."""
     strategy.orchestrator.resolve()  # it belongs to what is left behind
-    run = state["run"]
-    if run["is_set_up"]:
+    check_state(state)
+    if state["run"]["is_set_up"]:
         strategy.setup()  # a hook may change models there; it happens before the first batch anyway
+    _check_fit(strategy, state, fresh)
+    own = _as_it_is if isinstance(state, OnDemand) else host_copy  # optimizers keep the tensors they are given
+    with ExitStack() as undo:
+        undo.callback(restore_rng, capture_rng())  # whoever loads in a way of its own may draw
+        strategy._hook_states.load(state["hooks"], fresh, undo)
+        load_steppers(strategy.lr_schedulers, own(state["schedulers"]), undo)
+        _load_run(strategy, state["run"], undo)
+        undo.callback(vars(strategy._position).update, dict(vars(strategy._position)))
+        strategy._position.load_state_dict(state["position"])
+        loaded = capture_rng()
+        late = any(map(may_refuse, strategy.models.values())) or any(map(may_refuse, strategy.optimizers))
+        careful = undo if late else None  # it keeps a copy of each, which costs memory
+        load_models(strategy.models, state["models"], careful)
+        load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
+        undo.pop_all()  # nobody refused
+    load_gradients(strategy.models, state.get("gradients", {}))
+    restore_rng(loaded)
+
+
+def _check_fit(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Collection[str]) -> None:
     check_models(strategy.models, state["models"])
     strategy._hook_states.check(state["hooks"], fresh)
-    if not run["is_set_up"] and strategy.optimizers:
+    if not state["run"]["is_set_up"] and strategy.optimizers:
         raise CheckpointMismatchError(
             "The state is that of a run before its first batch, but this strategy has optimizers already; load it into "
             "a new one."
         )
     check_steppers("optimizer", strategy.optimizers, state["optimizers"])
     check_steppers("scheduler", strategy.lr_schedulers, state["schedulers"])
-    own = _as_it_is if isinstance(state, OnDemand) else host_copy  # optimizers keep the tensors they are given
-    with ExitStack() as undo:
-        strategy._hook_states.load(state["hooks"], fresh, undo)
-        parts = [*strategy.models.values(), *strategy.optimizers, *strategy.lr_schedulers]
-        careful = undo if any(map(may_refuse, parts)) else None  # it keeps a copy of each, which costs memory
-        load_models(strategy.models, state["models"], careful)
-        load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
-        load_steppers(strategy.lr_schedulers, own(state["schedulers"]), careful)
-        undo.pop_all()  # nobody refused
-    load_gradients(strategy.models, state.get("gradients", {}))
-    _load_run(strategy, run)
-    strategy._position.load_state_dict(state["position"])
+    check_gradients(strategy.models, state.get("gradients", {}))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -90,7 +100,7 @@ def _as_it_is(value: Any) -> Any:
 def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:
     result = strategy.validation_result
     return {
-        "counters": {name: getattr(strategy, name) for name in _COUNTERS},
+        "counters": {name: getattr(strategy, name) for name in COUNTERS},
         "is_set_up": strategy._is_set_up,
         "unit": _unit(strategy),
         "began_at": None if strategy._goal is None else strategy._goal - _length(strategy),
@@ -100,10 +110,15 @@ def _run_of(strategy: TrainingStrategy) -> dict[str, Any]:
     }
 
 
-def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any]) -> None:
-    counters = run["counters"]
-    strategy._steps.known, strategy._steps.known_globally = counters["step_count"], counters["global_step_count"]
-    for name in ("batch_count", "epoch_step_count", "epoch"):
+def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any], undo: ExitStack) -> None:
+    steps, counters = strategy._steps, run["counters"]
+    undo.callback(vars(steps).update, dict(vars(steps)))
+    for name in (*_BATCH_COUNTERS, "_goal", "_validated_at", "validation_result"):
+        undo.callback(setattr, strategy, name, getattr(strategy, name))
+    hooks, registry = strategy._hook_states, strategy.registry
+    undo.callback(hooks.set_last_calls, registry, hooks.last_calls(registry))
+    steps.known, steps.known_globally = counters["step_count"], counters["global_step_count"]
+    for name in _BATCH_COUNTERS:
         setattr(strategy, name, counters[name])
     under_way = run["began_at"] is not None and run["unit"] == _unit(strategy)
     strategy._goal = run["began_at"] + _length(strategy) if under_way else None
@@ -112,7 +127,7 @@ def _load_run(strategy: TrainingStrategy, run: Mapping[str, Any]) -> None:
     strategy.validation_result = saved and ValidationResult(
         saved["losses"], weights=saved["weights"], batches=saved["batches"]
     )
-    strategy._hook_states.set_last_calls(strategy.registry, run["last_calls"])
+    hooks.set_last_calls(registry, run["last_calls"])
 
 
 def _unit(strategy: TrainingStrategy) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.errors import CheckpointMismatchError
-from nvalchemi.training.plain import host_copy
+from nvalchemi.errors import CheckpointError, CheckpointMismatchError, NotPlainDataError
+from nvalchemi.training.plain import Copied, host_copy
+from nvalchemi.training.shape import Each
+from nvalchemi.training.state_shape import check_shape
 from nvalchemi.training.unwrap import bare_module
 
 __all__ = [
+    "check_gradients",
     "check_model",
     "check_models",
     "check_steppers",
@@ -23,15 +26,24 @@ __all__ = [
     "load_steppers",
     "may_refuse",
     "model_states",
+    "refuse_lazy",
     "stepper_states",
 ]
 
 _ELSEWHERE = "or load the models alone"
+_OPTIMIZER = {"class": str, "shapes": [[[int]]], "state": {"state": {}, "param_groups": [{"params": [int]}]}}
+_SHAPES = {"optimizer": [_OPTIMIZER], "scheduler": [{"class": str, "state": {}}]}
+_LIKE_PARAMETERS = (  # what torch's own optimizers keep in the shape of the parameter
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum",
+)  # fmt: skip
 _WAYS_TO_LOAD = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
-def model_states(models: Mapping[str, nn.Module], copied: dict[Any, Tensor]) -> dict[str, Any]:
+def model_states(models: Mapping[str, nn.Module], copied: Copied) -> dict[str, Any]:
     """Return the states of models, under the names they have without wrappers."""
+    for name, model in models.items():
+        refuse_lazy(name, model, NotPlainDataError)
     return {name: host_copy(dict(bare_module(model).state_dict()), copied=copied) for name, model in models.items()}
 
 
@@ -43,7 +55,7 @@ def gradients_of(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]
     }
 
 
-def stepper_states(steppers: Sequence[Any], copied: dict[Any, Tensor]) -> list[dict[str, Any]]:
+def stepper_states(steppers: Sequence[Any], copied: Copied) -> list[dict[str, Any]]:
     """Return class and state of optimizers or schedulers; of optimizers also the shapes of what they train."""
     return [
         {
@@ -57,16 +69,30 @@ def stepper_states(steppers: Sequence[Any], copied: dict[Any, Tensor]) -> list[d
 
 def check_models(models: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
     """Refuse states that do not fit models: by model, tensor, and both shapes."""
+    check_shape(states, {}, "models")
     if set(models) != set(states):
         raise CheckpointMismatchError(
             f"The checkpoint holds the models {sorted(states)}, but the run has {sorted(models)}; use the same names."
         )
     for name, model in models.items():
+        refuse_lazy(name, model, CheckpointMismatchError)
         check_model(name, bare_module(model), states[name])
+
+
+def refuse_lazy(name: str, model: nn.Module, kind: type[CheckpointError]) -> None:
+    """Refuse a model with parameters that have no shape before the first batch: its state is none yet."""
+    module = bare_module(model)
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise kind(
+                f"{name}.{key} belongs to a lazy module and has no shape yet, so it can neither be saved nor loaded; "
+                "call the model on a batch right after it is made, as torch asks for before an optimizer is made."
+            )
 
 
 def check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Refuse a state that does not fit a model, before anything is changed."""
+    check_shape(state, {}, f"models[{name!r}]")
     own = model.state_dict()
     missing, extra = [key for key in own if key not in state], [key for key in state if key not in own]
     if missing or extra:
@@ -88,23 +114,43 @@ def check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def check_steppers(kind: str, steppers: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
     """Refuse states that do not fit optimizers or schedulers (`kind`, for messages)."""
+    check_shape(states, _SHAPES[kind], f"{kind}s")
     own, saved = [_class_name(stepper) for stepper in steppers], [state["class"] for state in states]
     if own != saved:
         raise CheckpointMismatchError(
             f"The checkpoint holds the {kind}s {saved}, but the run has {own}; configure the same ones, {_ELSEWHERE}."
         )
     for place, (stepper, state) in enumerate(zip(steppers, states, strict=True)):
-        if "shapes" in state and state["shapes"] != _shapes(stepper):
+        if kind != "optimizer":
+            continue
+        if state["shapes"] != _shapes(stepper):
             raise CheckpointMismatchError(
                 f"{kind} {place} ({own[place]}) trains parameters of the shapes {_shapes(stepper)}, but those in the "
                 f"checkpoint are {state['shapes']}; give it the same parameters in the same groups, {_ELSEWHERE}."
             )
+        _check_moments(stepper, state["state"], f"optimizers[{place}]['state']")
 
 
-def may_refuse(part: Any) -> bool:
+def check_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Refuse gradients of parameters that are not there, or have another shape or dtype."""
+    check_shape(gradients, Each({}), "gradients")
+    for key, saved in gradients.items():
+        own = dict(bare_module(models[key]).named_parameters()) if key in models else {}
+        for name, gradient in saved.items():
+            expected = own.get(name)
+            if not isinstance(gradient, Tensor) or expected is None or not _alike(gradient, expected):
+                fits = f"is {_described(expected)}" if expected is not None else "is not there"
+                raise CheckpointMismatchError(
+                    f"The gradient of {key}.{name} is {_described(gradient)} in the checkpoint, but the parameter "
+                    f"{fits}; build the model as it was when it was saved."
+                )
+
+
+def may_refuse(part: nn.Module | torch.optim.Optimizer) -> bool:
     """Return whether a part could still refuse a state that was checked, because it loads in a way of its own."""
     if not isinstance(part, nn.Module):
-        return not type(part).__module__.startswith("torch.")
+        hooks = (part._optimizer_load_state_dict_pre_hooks, part._optimizer_load_state_dict_post_hooks)
+        return any(hooks) or not type(part).__module__.startswith("torch.")
     return any(map(_loads_its_own_way, bare_module(part).modules()))
 
 
@@ -128,7 +174,7 @@ def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]], 
 
 
 def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Give parameters the gradients of a window that was open; all others have none."""
+    """Give parameters the checked gradients of a window that was open; all others have none."""
     for key, model in models.items():
         saved = gradients.get(key, {})
         for name, parameter in bare_module(model).named_parameters():
@@ -137,19 +183,47 @@ def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapp
 
 def _give_dtypes_back(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Undo the cast of ``Optimizer.load_state_dict`` to the dtype of the parameter, which rounds fp32 state."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    for parameter, place in zip(parameters, places, strict=True):
+    for place, parameter in _by_place(optimizer, state):
         for key, saved in state["state"].get(place, {}).items():
             loaded = optimizer.state[parameter].get(key)
             if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
                 optimizer.state[parameter][key] = saved.to(loaded.device)
 
 
+def _by_place(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[tuple[int, Tensor]]:
+    """Return parameters with the numbers by which a state knows them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    return list(zip(places, parameters, strict=True))
+
+
 def _loads_its_own_way(module: nn.Module) -> bool:
     kind = type(module)
     own = [getattr(kind, name) is not getattr(nn.Module, name) for name in _WAYS_TO_LOAD]
-    return (any(own) and not kind.__module__.startswith("torch.")) or bool(module._load_state_dict_pre_hooks)
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    return any(hooks) or (any(own) and not kind.__module__.startswith("torch."))
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
+    saved, own = ([len(group["params"]) for group in one] for one in (state["param_groups"], optimizer.param_groups))
+    if saved != own:
+        raise CheckpointMismatchError(
+            f"{where}['param_groups'] has groups of {saved} parameters, but the optimizer has groups of {own}; give it "
+            f"the same parameters in the same groups, {_ELSEWHERE}."
+        )
+    for place, parameter in _by_place(optimizer, state):
+        check_shape(moments := state["state"].get(place, {}), {}, f"{where}['state'][{place}]")
+        for key, value in moments.items() if type(optimizer).__module__.startswith("torch.") else ():
+            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise CheckpointMismatchError(
+                    f"{where}['state'][{place}][{key!r}] is {_described(value)}, but its parameter is "
+                    f"{_described(parameter)}; give what save_training saved, {_ELSEWHERE}."
+                )
+
+
+def _alike(gradient: Tensor, parameter: Tensor) -> bool:
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None, of newer versions of torch: any
+    return gradient.shape == parameter.shape and dtype in (gradient.dtype, None)
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:

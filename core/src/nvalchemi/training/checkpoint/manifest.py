@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMissingError
+from nvalchemi.errors import (
+    CheckpointDamagedError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    CheckpointReadError,
+)
+from nvalchemi.training.shape import Each, misfit
 
 __all__ = [
     "DATA_FOLDER",
@@ -18,15 +27,30 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "SectionFile",
+    "missing_sections",
     "open_section",
     "read_manifest",
-    "section_path",
 ]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _FILE = re.compile(r"[0-9]+(\.[A-Za-z0-9_-]+)*\.pt")  # a plain name: a manifest cannot point out of its folder
+_SUM = re.compile(r"[0-9a-f]{64}")
+_CONTENT = {
+    "kind": str,
+    "data": str,
+    "metadata": Each(object),
+    "sections": Each({"file": str, "size": int, "sha256": str}),
+}
+_METADATA = {  # each may be missing
+    "written_by": str,
+    "progress": Each(int),
+    "parts": [str],
+    "hooks": Each(Each((str, None))),
+    "specs": Each({"target": str, "kwargs": Each(object)}),
+    "user": Each(object),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +75,7 @@ class Manifest:
     sections : dict of str to SectionFile
         By name, ``models/main`` for instance.
     metadata : dict
-        JSON data: hooks with distribution and version, model specs, counters.
+        JSON data: parts of the state, hooks with distribution and version, model specs, counters.
     """
 
     kind: str
@@ -70,6 +94,7 @@ class Manifest:
                 name: {"file": one.file, "size": one.size, "sha256": one.sha256} for name, one in self.sections.items()
             },
         }
+        content = json.loads(json.dumps(content))  # as a reader will find it
         return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
 
 
@@ -85,6 +110,8 @@ def read_manifest(root: str | Path) -> Manifest:
     ------
     CheckpointMissingError
         A ``FileNotFoundError``: there is no checkpoint in `root`, or none that was completed.
+    CheckpointReadError
+        An ``OSError``: the system does not let us read it.
     CheckpointFormatError
         A ``ValueError``: it has a format number that this version does not know.
     CheckpointDamagedError
@@ -95,9 +122,13 @@ def read_manifest(root: str | Path) -> Manifest:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointMissingError(_no_checkpoint(Path(root))) from error
+    except OSError as error:
+        raise CheckpointReadError(error.errno, _unreadable("the manifest", error), str(path)) from error
     try:
         content = json.loads(text)
-    except ValueError as error:
+        digest = content.pop("digest", None) if isinstance(content, dict) else None
+        altered = digest != _digest(content)
+    except (ValueError, RecursionError) as error:  # no JSON, or so deep that no save of ours wrote it
         raise CheckpointDamagedError(f"{path} is damaged: it is no JSON ({error}); {_RESTORE}.") from error
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointDamagedError(f"{path} is damaged: it has no format number; {_RESTORE}.")
@@ -107,66 +138,82 @@ def read_manifest(root: str | Path) -> Manifest:
         raise CheckpointFormatError(
             f"{path} has the format {content['format']}, but this nvalchemi-hooks reads the format {FORMAT}; {remedy}."
         )
-    digest = content.pop("digest", None)
-    if digest != _digest(content):
+    if altered:
         raise CheckpointDamagedError(f"{path} is damaged: its digest is not that of its content; {_RESTORE}.")
     return _checked(content, path)
 
 
-def open_section(root: str | Path, manifest: Manifest, name: str) -> BinaryIO:
-    """Return the file of a section, open, after comparing its size and sum.
+def open_section(root: str | Path, manifest: Manifest, name: str, *, summed: bool = True) -> BinaryIO:
+    """Return the file of a section, open, after comparing its size and, if `summed`, its sum.
 
     Raises
     ------
-    CheckpointMissingError, CheckpointDamagedError
-        The file is missing, is truncated, or holds other bytes than were written.
+    CheckpointMissingError, CheckpointReadError, CheckpointDamagedError
+        The file is missing, cannot be read, is truncated, or holds other bytes than were written.
     """
     section = manifest.sections[name]
-    path = section_path(root, manifest, name)
-    file = path.open("rb")
-    found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != section.sha256:
-        file.close()
-        raise CheckpointDamagedError(
-            f"{path} (section {name!r}) is damaged: its SHA-256 is {found[:12]}..., not {section.sha256[:12]}... as "
-            f"when it was written; {_RESTORE}."
-        )
+    path = Path(root) / manifest.data / section.file
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+            wrong = _differs(file, section, summed)
+        except FileNotFoundError as error:
+            raise CheckpointMissingError(
+                f"{path} (section {name!r}) is missing, although the manifest names it; {_RESTORE}."
+            ) from error
+        except OSError as error:
+            raise CheckpointReadError(error.errno, _unreadable(f"section {name!r}", error), str(path)) from error
+        if wrong:
+            raise CheckpointDamagedError(f"{path} (section {name!r}) is {wrong}; {_RESTORE}.")
+        stack.pop_all()  # whoever asked for it closes it
     return file
 
 
-def section_path(root: str | Path, manifest: Manifest, name: str) -> Path:
-    """Return the file of a section after comparing its size alone."""
-    section = manifest.sections[name]
-    path = Path(root) / manifest.data / section.file
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise CheckpointMissingError(
-            f"{path} (section {name!r}) is missing, although the manifest names it; {_RESTORE}."
-        ) from error
+def missing_sections(manifest: Manifest) -> list[str]:
+    """Return what the manifest says there is without naming a section of it."""
+    metadata, sections = manifest.metadata, manifest.sections
+    split = {name.partition("/")[0] for name in sections} | ({"hooks"} & set(metadata))  # hooks without state have none
+    models = [f"models/{name}" for name in metadata.get("specs", {})]
+    return [
+        *(part for part in metadata.get("parts", ()) if part not in sections and part not in split),
+        *(name for name in models if name not in sections),
+    ]
+
+
+def _differs(file: BufferedReader, section: SectionFile, summed: bool) -> str:
+    size = os.fstat(file.fileno()).st_size
     if size != section.size:
         what = "truncated" if size < section.size else "damaged"
-        raise CheckpointDamagedError(
-            f"{path} (section {name!r}) is {what}: it has {size} bytes instead of {section.size}; {_RESTORE}."
-        )
-    return path
+        return f"{what}: it has {size} bytes instead of {section.size}"
+    if summed and (found := hashlib.file_digest(file, "sha256").hexdigest()) != section.sha256:
+        was = f"{section.sha256[:12]}... as when it was written"
+        return f"damaged: its SHA-256 is {found[:12]}..., not {was}"
+    return ""
+
+
+def _unreadable(what: str, error: OSError) -> str:
+    return f"{what} cannot be read: {error.strerror or error}; see to it that this user may read it, {_RESTORE}"
 
 
 _RESTORE = "bring it back from a copy, or use an earlier checkpoint"
 
 
 def _checked(content: Mapping[str, Any], path: Path) -> Manifest:
-    try:
-        sections = {name: SectionFile(**one) for name, one in content["sections"].items()}
-        manifest = Manifest(content["kind"], content["data"], sections, content["metadata"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamagedError(
-            f"{path} is damaged: a field is missing or wrong ({error}); {_RESTORE}."
-        ) from error
-    for file in (one.file for one in sections.values()):
-        if not _FILE.fullmatch(str(file)):
-            raise CheckpointDamagedError(f"{path} names the file {file!r}, which no save writes; do not trust it.")
-    if not DATA_FOLDER.fullmatch(str(manifest.data)):
+    wrong = misfit(content, _CONTENT, "manifest") or misfit(
+        content["metadata"],
+        {key: one for key, one in _METADATA.items() if key in content["metadata"]},
+        "manifest['metadata']",
+    )
+    if wrong:
+        raise CheckpointDamagedError(f"{path} is damaged: {wrong}; {_RESTORE}.")
+    sections = {name: SectionFile(one["file"], one["size"], one["sha256"]) for name, one in content["sections"].items()}
+    manifest = Manifest(content["kind"], content["data"], sections, content["metadata"])
+    for one in sections.values():
+        if not _FILE.fullmatch(one.file):
+            raise CheckpointDamagedError(f"{path} names the file {one.file!r}, which no save writes; do not trust it.")
+        if not _SUM.fullmatch(one.sha256):
+            raise CheckpointDamagedError(f"{path} names the SHA-256 {one.sha256!r}, which is none; do not trust it.")
+    if not DATA_FOLDER.fullmatch(manifest.data):
         raise CheckpointDamagedError(
             f"{path} names the folder {manifest.data!r}, which no save makes; do not trust it."
         )

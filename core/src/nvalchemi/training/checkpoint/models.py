@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from nvalchemi.errors import CheckpointMismatchError, ModelSpecError
+from nvalchemi.errors import CheckpointMismatchError, ModelSpecError, NotPlainDataError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
 from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import write_sections
 from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
-from nvalchemi.training.plain import check_plain, host_copy
+from nvalchemi.training.plain import check_json, check_plain, host_copy
 from nvalchemi.training.rng import random_numbers_kept
-from nvalchemi.training.trained_state import check_model
+from nvalchemi.training.trained_state import check_model, refuse_lazy
 from nvalchemi.training.unwrap import bare_module
 
 __all__ = ["LoadedModels", "load_checkpoint", "save_checkpoint"]
@@ -58,14 +58,14 @@ def save_checkpoint(
     models : mapping of str to (torch.nn.Module, ModelSpec)
         Wrappers by DDP and ``torch.compile`` are taken off; of an ``AveragedModel`` give its ``.module``.
     metadata : mapping, optional
-        JSON data of your own, given back by `load_checkpoint`.
+        JSON data of your own, given back by `load_checkpoint`: dicts by strings, lists, strings, numbers, None.
 
     Raises
     ------
     ModelSpecError
         A ``ValueError``: a description is not that of the model's class.
     NotPlainDataError
-        A ``TypeError``: a state could not be loaded safely.
+        A ``TypeError``: a state could not be loaded safely, or `metadata` is no JSON data; the place is named.
     CheckpointWriteError
         An ``OSError``: the disk is full, for instance. The earlier checkpoint is as it was.
 
@@ -80,10 +80,11 @@ def save_checkpoint(
     >>> model, loaded_spec == spec
     (Linear(in_features=2, out_features=1, bias=True), True)
     """
-    check_plain(dict(metadata or {}), "metadata")
+    check_json(dict(metadata or {}), "metadata")
     sections, specs = {}, {}
     for name, pair in models.items():
         module, spec = _checked_pair(name, pair)
+        refuse_lazy(name, module, NotPlainDataError)
         sections[f"models/{name}"] = host_copy(dict(module.state_dict()))
         check_plain(sections[f"models/{name}"], f"models/{name}")
         specs[name] = spec.to_json()
@@ -104,7 +105,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     root : path
         The folder of the checkpoint.
     allow : iterable of type, callable or str
-        Classes, functions, or prefixes of modules whose classes may be built.
+        Classes, functions, or prefixes of modules whose own ``nn.Module`` classes may be built.
 
     Returns
     -------
@@ -114,7 +115,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     Raises
     ------
     ModelNotAllowedError
-        A ``ValueError``: it names something else; nothing of that was imported.
+        A ``ValueError``: it names something else; nothing of that was called.
     ModelImportError
         An ``ImportError``: what it names is allowed and not there any more.
     CheckpointMismatchError
@@ -124,7 +125,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
     """
     allowed = tuple(allow)
     with open_sections(root, kind=KIND) as (sections, manifest):
-        specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata["specs"].items()}
+        specs = {name: ModelSpec.from_json(spec) for name, spec in manifest.metadata.get("specs", {}).items()}
         for spec in specs.values():
             spec.check(allowed)
         with random_numbers_kept():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nvalchemi.errors import CheckpointDamagedError, CheckpointFormatError
-from nvalchemi.training.checkpoint.manifest import Manifest, open_section, read_manifest, section_path
+from nvalchemi.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointReadError
+from nvalchemi.training.checkpoint.manifest import Manifest, missing_sections, open_section, read_manifest
 from nvalchemi.training.on_demand import OnDemand
 
 __all__ = ["open_sections"]
@@ -21,7 +20,8 @@ __all__ = ["open_sections"]
 def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Manifest]]:
     """Check every file of a checkpoint, and give its sections for as long as the context lasts; no code is run.
 
-    The files stay open meanwhile: who removes or replaces the checkpoint does not disturb the reading.
+    The files stay open meanwhile: who removes or replaces the checkpoint does not disturb the reading. If it is
+    replaced while they are being checked, the new one is taken.
 
     Parameters
     ----------
@@ -37,20 +37,42 @@ def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Ma
 
     Raises
     ------
-    CheckpointMissingError, CheckpointFormatError, CheckpointDamagedError
+    CheckpointMissingError, CheckpointReadError, CheckpointFormatError, CheckpointDamagedError
         See `read_manifest` and `open_section`; or it is a checkpoint of something else, or holds no plain data.
     """
+    manifest = _manifest_of(root, kind)
+    with ExitStack() as stack:
+        while True:
+            try:
+                files = _open(root, manifest, stack)
+                break
+            except CheckpointError:
+                replaced, manifest = manifest, _manifest_of(root, kind)
+                if manifest.data == replaced.data:
+                    raise
+        yield OnDemand({name: _Reader(file) for name, file in files.items()}), manifest
+
+
+def _manifest_of(root: str | Path, kind: str) -> Manifest:
     manifest = read_manifest(root)
     if manifest.kind != kind:
         read_with = {"models": "load_checkpoint", "training": "load_training"}.get(manifest.kind, "another function")
         raise CheckpointFormatError(
             f"{root} is a checkpoint of {manifest.kind!r}, not of {kind!r}; load it by {read_with}."
         )
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(open_section(root, manifest, name)) for name in manifest.sections}
-        for name in files:
-            _refuse_code(section_path(root, manifest, name), name)
-        yield OnDemand({name: _Reader(file) for name, file in files.items()}), manifest
+    if missing := missing_sections(manifest):
+        raise CheckpointDamagedError(
+            f"The manifest in {root} names no file for {', '.join(map(repr, missing))}, which no save leaves out; do "
+            "not trust it."
+        )
+    return manifest
+
+
+def _open(root: str | Path, manifest: Manifest, stack: ExitStack) -> dict[str, BinaryIO]:
+    files = {name: stack.enter_context(open_section(root, manifest, name)) for name in manifest.sections}
+    for name, file in files.items():
+        _refuse_code(file.name, name)
+    return files
 
 
 class _Reader:
@@ -64,10 +86,13 @@ class _Reader:
         return torch.load(self._file, map_location="cpu", weights_only=True)
 
 
-def _refuse_code(path: Path, name: str) -> None:
+def _refuse_code(path: str, name: str) -> None:
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: no tensor comes into memory
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError as error:  # it was there a moment ago
+        why = f"section {name!r} cannot be read any more: {error.strerror}; another process may be removing it"
+        raise CheckpointReadError(error.errno, why, path) from error
+    except Exception as error:  # a forged file can make the unpickler raise whatever it likes
         raise CheckpointDamagedError(
             f"{path} (section {name!r}) holds something that is no plain data, so it was not loaded; no save of ours "
             "writes such a file: do not trust it."

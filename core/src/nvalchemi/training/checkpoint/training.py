@@ -8,17 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from nvalchemi.errors import NotPlainDataError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
 from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.checkpoint.files import write_sections
 from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.on_demand import OnDemand
 from nvalchemi.training.plain import check_plain
+from nvalchemi.training.shape import Each, misfit
 
 __all__ = ["Resumable", "Snapshot", "load_training", "save_training", "take_snapshot"]
 
 KIND = "training"
-_SPLIT = ("models", "hooks")  # parts with one section an entry, so that each stands in the manifest by its name
+_RECORDS = Each(Each((str, None)))  # what the manifest says of hooks
 
 
 class Resumable(Protocol):
@@ -71,18 +73,17 @@ def take_snapshot(strategy: Resumable) -> Snapshot:
     RuntimeError
         The strategy is inside a batch.
     """
-    state = dict(strategy.state_dict())
-    hooks = {key: {k: v for k, v in hook.items() if k != "state"} for key, hook in state.get("hooks", {}).items()}
-    state["hooks"] = {key: hook["state"] for key, hook in state.get("hooks", {}).items() if "state" in hook}
+    state = strategy.state_dict()
+    metadata = {"written_by": f"{CORE_DISTRIBUTION} {core_version()}", "parts": list(state), **_progress(state)}
     sections: dict[str, Any] = {}
     for part, value in state.items():
-        if part in _SPLIT:
-            sections.update({f"{part}/{name}": entry for name, entry in value.items()})
-        else:
-            sections[part] = value
-    for name, section in sections.items():
-        check_plain(section, name)
-    metadata = {"written_by": f"{CORE_DISTRIBUTION} {core_version()}", "hooks": hooks, **_progress(state)}
+        if type(part) is not str:
+            raise NotPlainDataError(f"The state has the key {part!r}, a {type(part).__name__}; use strings.")
+        for name, section in _sections_of(part, value, metadata).items():
+            if name in sections:
+                raise NotPlainDataError(f"The state has {name!r} twice, in its part {part!r} too; rename one of them.")
+            check_plain(section, name)
+            sections[name] = section
     return Snapshot(sections, metadata)
 
 
@@ -132,29 +133,45 @@ def load_training(root: str | Path, strategy: Resumable, *, fresh: Collection[st
     """
     with open_sections(root, kind=KIND) as (sections, manifest):
         try:
-            strategy.load_state_dict(_state_of(sections, manifest.metadata.get("hooks", {})), fresh=fresh)
+            strategy.load_state_dict(_state_of(sections, manifest.metadata), fresh=fresh)
         except Exception as error:  # noted and raised again
             error.add_note(f"While loading the checkpoint in {Path(root)}.")
             raise
 
 
-def _state_of(sections: OnDemand, hooks: Mapping[str, Mapping[str, Any]]) -> OnDemand:
-    """Return sections and records of hooks in the form that `state_dict` gave them."""
+def _sections_of(part: str, value: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a part as it is, or models and hooks one by one, so that each stands in the manifest by its name."""
+    if part == "models" and value and not misfit(value, Each(object), part):
+        return {f"{part}/{name}": entry for name, entry in value.items()}
+    if part == "hooks" and not misfit(value, Each(Each(object)), part):
+        records = {key: {k: v for k, v in hook.items() if k != "state"} for key, hook in value.items()}
+        if not misfit(records, _RECORDS, part):
+            metadata[part] = records
+            return {f"{part}/{key}": hook["state"] for key, hook in value.items() if "state" in hook}
+    return {part: value}
+
+
+def _state_of(sections: OnDemand, metadata: Mapping[str, Any]) -> OnDemand:
+    """Return sections, and the records of hooks, in the form that `state_dict` gave them."""
+    parts: list[str] = metadata.get("parts", [])
+    read = {name: partial(sections.__getitem__, name) for name in sections}
     state: dict[str, Any] = {}
-    parts: dict[str, dict[str, Any]] = {"models": {}, "hooks": {key: dict(record) for key, record in hooks.items()}}
-    for name in sections:
-        part, _, entry = name.partition("/")
-        read = partial(sections.__getitem__, name)
+    for part in parts:
+        if part in read:
+            state[part] = read[part]
+            continue
+        begin = f"{part}/"
+        own = [name for name in read if name.startswith(begin) and name not in parts]
+        entries: dict[str, Any] = {name.removeprefix(begin): read[name] for name in own}
         if part == "hooks":
-            parts[part].setdefault(entry, {})["state"] = read
-        elif part in _SPLIT:
-            parts[part][entry] = read
-        else:
-            state[part] = read
-    parts["hooks"] = {key: OnDemand(record) for key, record in parts["hooks"].items()}
-    return OnDemand({**state, **{part: OnDemand(entries) for part, entries in parts.items()}})
+            states = {key: {"state": one} for key, one in entries.items()}
+            entries = {key: OnDemand({**one, **states.get(key, {})}) for key, one in metadata.get(part, {}).items()}
+        state[part] = OnDemand(entries)
+    return OnDemand(state)
 
 
 def _progress(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a person wants to know of a checkpoint without opening it: its plain counters."""
-    return {"progress": dict(state.get("run", {}).get("counters", {}))}
+    """Return what a person wants to know of a checkpoint without opening it: its counters, if it has such."""
+    run = state.get("run")
+    counters = run.get("counters") if isinstance(run, Mapping) else None
+    return {} if misfit(counters, Each(int), "counters") else {"progress": dict(counters or {})}
