@@ -113,14 +113,19 @@ class OptimizerGradients:
 
     def norm_before_clipping(self) -> Tensor:
         """Return the L2 norm of the unscaled gradients, with whatever hooks divided out put back: 0-dim."""
-        norm = self.norm(2.0)
-        return norm if self.clipped is None else norm * self.clipped
+        if self.clipped is not None and self.clipped is not self.divisor:
+            return self.norm(2.0) * self.clipped
+        norm = self._raw_norm(2.0) if self.scale is None else self._raw_norm(2.0) / self.scale
+        return norm if self._members.double else norm.to(torch.float32)
 
     def divide(self, by: Tensor, at_most: float) -> None:
         """Put a divisor on the gradients, to be applied with the others."""
         self.largest_divisor *= at_most
-        self.divisor = by if self.divisor is None else self.divisor * by
-        self.clipped = by if self.clipped is None else self.clipped * by
+        if self.clipped is self.divisor:
+            self.clipped = self.divisor = by if self.divisor is None else self.divisor * by
+        else:
+            self.divisor = by if self.divisor is None else self.divisor * by
+            self.clipped = by if self.clipped is None else self.clipped * by
         self._product = None
 
     def pending(self) -> Tensor | None:
@@ -143,7 +148,14 @@ class OptimizerGradients:
         return self._product
 
     def materialise(self) -> None:
-        """Divide everything pending out of ``.grad``, in one division."""
+        """Divide everything pending out of ``.grad``, in one division.
+
+        A divisor that is not finite belongs to a step that is vetoed: it counts as 1, so that an inf stays to be found.
+        """
+        if self.divisor is not None:
+            finite = self.divisor.nan_to_num(nan=1.0, posinf=1.0)
+            self.clipped = finite if self.clipped is self.divisor else self.clipped
+            self.divisor, self._product = finite, None
         pending = self.pending()
         if pending is not None:
             for device, tensors in _by_device(self.tensors).items():

@@ -139,7 +139,7 @@ class UpdateWindow:
         Parameters
         ----------
         by : torch.Tensor
-            0-dim, floating, above 0.
+            0-dim, floating, above 0. One that is not finite belongs to a step that is vetoed, and counts as 1.
         optimizer : int, optional
             Only the gradients of this optimizer; by default those of all.
         at_most : float

@@ -29,20 +29,18 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     Returns
     -------
     torch.Tensor
-        0-dim, of the norm's dtype, finite: 1 where the norm is not, so that nothing is zeroed in silence.
+        0-dim, of the norm's dtype; finite where the norm is.
 
     Examples
     --------
     >>> import torch
     >>> round(clip_divisor(torch.tensor(5.0), max_norm=2.0).item(), 4)
     2.5
-    >>> clip_divisor(torch.tensor(torch.inf), max_norm=2.0).item()
-    1.0
     """
     divisor = norm.add(_EPSILON)
     if max_norm != 1.0:
         divisor.div_(max_norm)
-    return divisor.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=1.0)
+    return divisor.clamp_(min=1.0)
 
 
 def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
