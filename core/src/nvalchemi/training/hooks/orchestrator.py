@@ -101,8 +101,8 @@ class TrainingUpdateOrchestrator:
         self._setting_up = self._overriding("setup")
         self._before = self._overriding("before_batch")
         self._transforming = self._overriding("transform_loss")
-        self._voting = tuple(child for child in self._children if takes_part_in_step(child))
-        self._deciding = frozenset(map(id, self._overriding("before_optimizer_step")))
+        deciding = set(map(id, self._overriding("before_optimizer_step")))
+        self._voting = tuple((child, id(child) in deciding) for child in self._children if takes_part_in_step(child))
         self._whole = frozenset(id(child) for child in self._children if overrides(child, "__call__"))
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
@@ -208,7 +208,7 @@ class TrainingUpdateOrchestrator:
         self._outcome, ctx.step_skipped = _SKIPPED, True  # what holds if anything below raises
         window.follow(ctx.grad_scaler)
         if not ctx.window_complete:
-            for child in self._voting:
+            for child, _ in self._voting:
                 if id(child) in self._whole:
                     self._vote_of(child, ctx, True)
             self._conclude(ctx, StepOutcome(skipped=True, window_open=True))
@@ -223,8 +223,8 @@ class TrainingUpdateOrchestrator:
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
-        for child in self._voting:
-            decides, reads = id(child) in self._deciding, child.reads_grad
+        for child, decides in self._voting:
+            reads = child.reads_grad
             if decides and not child.defers_veto:
                 window.resolve()
             if reads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -43,6 +44,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     return divisor.clamp_(min=1.0)
 
 
+@functools.cache
 def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
     """Return the norm above which its sum of powers, or the divisor, would not fit into `dtype`.
 
@@ -57,6 +59,7 @@ def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) 
     return float(min(largest ** (1.0 / power), largest * max_norm))
 
 
+@functools.cache
 def largest_divisor(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
     """Return what `clip_divisor` cannot be above, for a norm that is usable."""
     return (largest_usable(dtype, max_norm, norm_type) + _EPSILON) / max_norm
