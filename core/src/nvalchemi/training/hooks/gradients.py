@@ -41,23 +41,23 @@ class OptimizerGradients:
         Its parameters.
     """
 
+    scale: Tensor | None = None  # the loss scale, while it is pending
+    divisor: Tensor | None = None  # what hooks have asked for, while it is pending
+    clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
+    largest_divisor = 1.0  # what `clipped` can be at most
+    holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
+    found_here = False  # the same, of this rank alone
+    left_undivided = False  # who stepped has read the gradients and left them as they were
+    division = ""  # how pending divisors reached the optimizer, once it has stepped
+    _peak: Tensor | None = None
+    _divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
+    _product: Tensor | None = None  # of scale and divisor, once somebody has asked
+    _seen: Sequence[tuple[Tensor, int]] = ()
+
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members) -> None:
         self.optimizer = optimizer
         self._members = members
-        self.scale: Tensor | None = None  # the loss scale, while it is pending
-        self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
-        self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.largest_divisor = 1.0  # what `clipped` can be at most
-        self.holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
-        self.found_here = False  # the same, of this rank alone
-        self.left_undivided = False  # who stepped has read the gradients and left them as they were
-        self.division = ""  # how pending divisors reached the optimizer, once it has stepped
-        self._peak: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
-        self._divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
-        self._product: Tensor | None = None  # of scale and divisor, once somebody has asked
-        self.with_grad: list[Tensor] = []  # the parameters that have a gradient
-        self.tensors: list[Tensor] = []  # their gradients, as dense real tensors that hold something
         self.collect()
 
     @property
@@ -67,13 +67,11 @@ class OptimizerGradients:
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        self.with_grad = self._members.with_grad()
-        self.tensors = [parameter.grad for parameter in self.with_grad]  # type: ignore[misc]  # each has one
-        if not (self._members.plain and all(map(_is_usual, self.tensors))):
+        self.with_grad, self.tensors = self._members.with_grad()  # the latter as dense real tensors that hold something
+        if not (self._members.plain and _are_usual(self.tensors)):
             self.tensors = [values for values in map(_values, self.with_grad) if values.numel() > 0]
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.holds_any = bool(self.tensors)  # also once they are released
-        self._seen: list[tuple[Tensor, int]] = []
         self._norms.clear()
         self._divided = None
 
@@ -225,8 +223,9 @@ def _accumulate_in(tensors: list[Tensor], exact: bool) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _is_usual(grad: Tensor) -> bool:
-    return grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
+def _are_usual(grads: list[Tensor]) -> bool:
+    strided = torch.strided
+    return not any(grad.layout is not strided or grad.requires_grad or grad.is_neg() for grad in grads)
 
 
 def _values(parameter: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class TrainingUpdateOrchestrator:
                 proceed = _proceed_of(child, child(ctx, TrainingStage.BEFORE_BATCH, vetoed), TrainingStage.BEFORE_BATCH)
             else:
                 proceed = child.before_batch(ctx, will_skip=vetoed)
-            vetoed |= not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
+            vetoed |= proceed is not True and not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
         self._at_work = None
         keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
@@ -229,19 +229,19 @@ class TrainingUpdateOrchestrator:
                 window.resolve()
             if reads:
                 window.materialise()
-            if decides and not self._vote_of(child, ctx, window.vetoed):
+            if decides and self._vote_of(child, ctx, bool(window.decision.vetoes)) is not True:
                 window.veto(child)
             if reads:
                 window.reread()
         window.voting, self._at_work = False, None
 
     def _vote_of(self, child: TrainingUpdateHook, ctx: TrainContext, will_skip: bool) -> bool:
-        stage = TrainingStage.DO_OPTIMIZER_STEP
         if self._begin(child, ctx):
+            stage = TrainingStage.DO_OPTIMIZER_STEP
             proceed = _proceed_of(child, child(ctx, stage, will_skip), stage)
         else:
             proceed = child.before_optimizer_step(ctx, will_skip=will_skip)
-        return _a_bool(child, proceed, stage)
+        return proceed is True or _a_bool(child, proceed, TrainingStage.DO_OPTIMIZER_STEP)
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
         for child in self._after:
@@ -434,8 +434,8 @@ class TrainingUpdateOrchestrator:
         if self._pending is not None and self._pending.ctx is not ctx and self._wants_to_know(child):
             self.resolve()
         self._at_work = child
-        if ctx.window is not None:
-            ctx.window.begin(child)
+        if (window := ctx.window) is not None:
+            window.at_work, window.noted = child, None
         return id(child) in self._whole
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
