@@ -234,8 +234,11 @@ def test_an_old_context_does_not_resolve_a_newer_step(lazy_loop):
     """A context that somebody has kept knows its own outcome, and leaves the pending step alone."""
     loop = settled_loop(lazy_loop, DeferredVeto(1))
     kept = drive(loop, 1.0)
+    with loop.context() as begun:
+        loop.orchestrator(begun, S.BEFORE_BATCH)
     drive(loop, 1.0)
     assert kept.step_skipped
+    assert begun.optimizers == loop.optimizers
     assert loop.orchestrator.pending is not None
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from nvalchemi.errors import NonFiniteGradientError
-from nvalchemi.hooks import CheckpointableHook
+from nvalchemi.hooks import CheckpointableHook, TrainContext
 from nvalchemi.testing import UpdateLoop
+from nvalchemi.training import TrainingStage
+from nvalchemi.training.hooks import TrainingUpdateOrchestrator
 from nvalchemi_hooks_scaler_veto import GradScalerVetoHook
 
 
@@ -120,3 +122,25 @@ def test_counters_survive_and_the_limit_holds_over_a_resume(zeros, sgd):
     resumed.load_state_dict(state)
     with pytest.raises(NonFiniteGradientError):
         UpdateLoop(resumed, optimizers=[sgd(weight)]).batch({weight: math.inf})
+
+
+def test_a_lazy_run_names_the_culprit_while_its_gradient_is_there():
+    """In lazy mode the skip that reaches the limit is known at once, so that the error can name the parameter."""
+    model = torch.nn.ParameterDict({"fine": torch.ones(2), "broken": torch.ones(2)})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    hook = GradScalerVetoHook(max_consecutive_skips=2)
+    update = TrainingUpdateOrchestrator(hook, lazy=True)
+
+    def step(factor):
+        with TrainContext(models={"main": model}, optimizers=[optimizer]) as ctx:
+            update(ctx, TrainingStage.BEFORE_BATCH)
+            ctx.loss = model["fine"].sum() + (model["broken"] * factor).sum()
+            for stage in ("DO_BACKWARD", "DO_OPTIMIZER_STEP", "AFTER_OPTIMIZER_STEP"):
+                update(ctx, TrainingStage[stage])
+
+    step(1.0)
+    step(torch.inf)
+    assert update.pending is not None  # the first skip is not the last: nobody waits for it
+    with pytest.raises(NonFiniteGradientError, match="'broken'"):
+        step(torch.inf)
+    assert hook.consecutive_skips == 2

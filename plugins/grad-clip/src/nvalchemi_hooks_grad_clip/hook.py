@@ -164,7 +164,7 @@ class GradientClipHook(TrainingUpdateHook):
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count."""
         self.measured_steps += 1
-        clipped = any(norm > self.max_norm for norm in self.last_norms)
+        clipped = any(norm.value > self.max_norm for norm in self._norms)
         if self.clip_value is not None and self._largest is not None:
             clipped |= self._largest.value > self.clip_value
         self.clipped_steps += clipped and not skipped

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from nvalchemi_hooks_loss_scaling.kernels import advance, bound
+from nvalchemi_hooks_loss_scaling.kernels import advance, advance_numbers, bound
 from nvalchemi_hooks_loss_scaling.settings import ScalingOptions, ScalingSettings
 
 __all__ = ["LossScaler"]
@@ -34,8 +34,10 @@ class LossScaler:
 
     Notes
     -----
-    Scale (0-dim float32) and growth tracker (0-dim int32) live on the device of the loss. A tensor that `divisor` has
-    returned keeps its value when the window closes. Pickling and `state_dict` read both, and so wait for the device.
+    Scale (0-dim float32) and growth tracker (0-dim int32) live on the device of the loss once a window has closed
+    there, by a tensor; until then the host keeps count and touches the device only when the scale changes. A tensor
+    that `divisor` has returned keeps its value when the window closes. Pickling and `state_dict` read both numbers, and
+    so may wait for the device.
 
     References
     ----------
@@ -52,7 +54,8 @@ class LossScaler:
     """
 
     _scale: Tensor
-    _growth_tracker: Tensor
+    _known: tuple[float, int] | None  # scale and growth tracker, where the host knows how all windows have ended
+    _growth_tracker: Tensor  # where it does not
     _given: Tensor | None  # the scale of the window that is open, within its bounds
     _flags: tuple[Tensor, Tensor] | None  # what `close` is told, on the device
 
@@ -101,20 +104,24 @@ class LossScaler:
             True backs off, False counts a good window and grows in time, None leaves everything as it is. A 0-dim
             float32 tensor on the device of the loss (0 or 1) decides there, without the host.
         """
-        if found_inf is not None and self.settings.dynamic:
-            flag = found_inf if isinstance(found_inf, Tensor) else self._constant_flags()[found_inf]
-            self._of_window()  # its scale is within the bounds, and stays what it is
-            advance(self._scale, self._growth_tracker, flag.to(self._scale.device), self._rule)
-        self._given = None
+        if found_inf is None or not self._dynamic:
+            return
+        if isinstance(found_inf, Tensor):
+            self._close_on_device(found_inf.to(self._scale.device))
+        elif self._known is None:
+            self._close_on_device(self._constant_flags()[found_inf])
+        else:
+            before, self._known = self._known[0], advance_numbers(*self._known, found_inf, self._rule)
+            if self._known[0] != before:
+                self._scale = torch.full_like(self._scale, self._known[0])  # whoever has the old one keeps it
 
     def reset(self) -> None:
         """Start afresh, as if no window had closed."""
         self._start(self.settings.first_scale, 0)
 
     def get_scale(self) -> float:
-        """Return the scale as a number; the host waits for the device."""
-        scale = bound(self._scale, self._rule) if self.settings.dynamic else self._scale
-        return float(scale.item())
+        """Return the scale as a number; the host waits for the device if a window has closed there."""
+        return self._numbers()[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale, growth tracker and rule as plain numbers.
@@ -124,7 +131,7 @@ class LossScaler:
         """
         state: dict[str, Any] = {"scale": self.get_scale(), **self.settings.to_state()}
         if self.settings.dynamic:
-            state["growth_tracker"] = int(self._growth_tracker.item())
+            state["growth_tracker"] = self._numbers()[1]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +162,8 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         # Numbers, not tensors: a spawned process would share the memory of tensors and count in its parent's tracker.
-        return {"settings": self.settings, "scale": self.get_scale(), "tracker": int(self._growth_tracker.item())}
+        scale, tracker = self._numbers()
+        return {"settings": self.settings, "scale": scale, "tracker": tracker}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.settings = state["settings"]
@@ -167,16 +175,34 @@ class LossScaler:
     def _start(self, scale: float, growth_tracker: int) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32)
         self._growth_tracker = torch.tensor(growth_tracker, dtype=torch.int32)
-        self._rule = self.settings.rule
+        self._known = float(self._scale), growth_tracker
+        self._dynamic, self._rule = self.settings.dynamic, self.settings.rule
         self._given = self._flags = None
+
+    def _numbers(self) -> tuple[float, int]:
+        """Return scale and growth tracker on the host."""
+        if self._known is not None:
+            return self._known
+        return float(bound(self._scale, self._rule).item()), int(self._growth_tracker.item())
 
     def _of_window(self) -> Tensor:
         """Return the scale of this window, which does not change when the window closes."""
+        if self._known is not None:
+            return self._scale
         if self._given is None:
-            if self.settings.dynamic:
-                self._scale = bound(self._scale, self._rule)
-            self._given = self._scale.clone() if self.settings.dynamic else self._scale
+            self._scale = bound(self._scale, self._rule)
+            self._given = self._scale.clone()
         return self._given
+
+    def _close_on_device(self, found_inf: Tensor) -> None:
+        """Decide there; from now on the host does not know."""
+        if self._known is not None:
+            self._scale = self._scale.clone()  # it is changed in place from now on
+            self._growth_tracker = torch.full_like(self._growth_tracker, self._known[1], device=self._scale.device)
+            self._known = None
+        self._of_window()  # within the bounds
+        advance(self._scale, self._growth_tracker, found_inf, self._rule)
+        self._given = None
 
     def _constant_flags(self) -> tuple[Tensor, Tensor]:
         if self._flags is None:

@@ -87,7 +87,6 @@ class _Kept:
     def __init__(self) -> None:
         self._parameters: Sequence[Tensor] | None = None
         self._groups: list[dict[str, Any]] = []
-        self._state: Mapping[Tensor, dict[str, Any]] = {}
         self._states: list[dict[str, Any]] = []
         self._lists: list[tuple[list[Tensor], list[dict[str, Any]], tuple[Any, ...]]] = []
 
@@ -96,12 +95,11 @@ class _Kept:
         state: Mapping[Tensor, dict[str, Any]] = optimizer.state
         groups: list[dict[str, Any]] = optimizer.param_groups
         return (
-            state is self._state  # load_state_dict makes new ones
-            and groups is self._groups
+            groups is self._groups
             and len(groups) == len(self._lists)
             and parameters is self._parameters
             and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
+            and all(map(is_, state.values(), self._states))  # load_state_dict makes new ones
             and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
             and nobody_around(optimizer)
         )
@@ -119,7 +117,7 @@ class _Kept:
                 return False
             lists.append((own, states, _switches(group)))
         self._lists, self._parameters = lists, parameters
-        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self._groups = optimizer.param_groups
         self._states = list(optimizer.state.values())
         return True
 

@@ -41,23 +41,23 @@ class OptimizerGradients:
         Its parameters.
     """
 
+    scale: Tensor | None = None  # the loss scale, while it is pending
+    divisor: Tensor | None = None  # what hooks have asked for, while it is pending
+    clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
+    largest_divisor = 1.0  # what `clipped` can be at most
+    holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
+    found_here = False  # the same, of this rank alone
+    left_undivided = False  # who stepped has read the gradients and left them as they were
+    division = ""  # how pending divisors reached the optimizer, once it has stepped
+    _peak: Tensor | None = None
+    _divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
+    _product: Tensor | None = None  # of scale and divisor, once somebody has asked
+    _seen: Sequence[tuple[Tensor, int]] = ()
+
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members) -> None:
         self.optimizer = optimizer
         self._members = members
-        self.scale: Tensor | None = None  # the loss scale, while it is pending
-        self.divisor: Tensor | None = None  # what hooks have asked for, while it is pending
-        self.clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
-        self.largest_divisor = 1.0  # what `clipped` can be at most
-        self.holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
-        self.found_here = False  # the same, of this rank alone
-        self.left_undivided = False  # who stepped has read the gradients and left them as they were
-        self.division = ""  # how pending divisors reached the optimizer, once it has stepped
-        self._peak: Tensor | None = None
         self._norms: dict[float, Tensor] = {}
-        self._divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
-        self._product: Tensor | None = None  # of scale and divisor, once somebody has asked
-        self.with_grad: list[Tensor] = []  # the parameters that have a gradient
-        self.tensors: list[Tensor] = []  # their gradients, as dense real tensors that hold something
         self.collect()
 
     @property
@@ -67,13 +67,11 @@ class OptimizerGradients:
 
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
-        self.with_grad = self._members.with_grad()
-        self.tensors = [parameter.grad for parameter in self.with_grad]  # type: ignore[misc]  # each has one
-        if not (self._members.plain and all(map(_is_usual, self.tensors))):
+        self.with_grad, self.tensors = self._members.with_grad()  # the latter as dense real tensors that hold something
+        if not (self._members.plain and _are_usual(self.tensors)):
             self.tensors = [values for values in map(_values, self.with_grad) if values.numel() > 0]
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.holds_any = bool(self.tensors)  # also once they are released
-        self._seen: list[tuple[Tensor, int]] = []
         self._norms.clear()
         self._divided = None
 
@@ -113,14 +111,19 @@ class OptimizerGradients:
 
     def norm_before_clipping(self) -> Tensor:
         """Return the L2 norm of the unscaled gradients, with whatever hooks divided out put back: 0-dim."""
-        norm = self.norm(2.0)
-        return norm if self.clipped is None else norm * self.clipped
+        if self.clipped is not None and self.clipped is not self.divisor:
+            return self.norm(2.0) * self.clipped
+        norm = self._raw_norm(2.0) if self.scale is None else self._raw_norm(2.0) / self.scale
+        return norm if self._members.double else norm.to(torch.float32)
 
     def divide(self, by: Tensor, at_most: float) -> None:
         """Put a divisor on the gradients, to be applied with the others."""
         self.largest_divisor *= at_most
-        self.divisor = by if self.divisor is None else self.divisor * by
-        self.clipped = by if self.clipped is None else self.clipped * by
+        if self.clipped is self.divisor:
+            self.clipped = self.divisor = by if self.divisor is None else self.divisor * by
+        else:
+            self.divisor = by if self.divisor is None else self.divisor * by
+            self.clipped = by if self.clipped is None else self.clipped * by
         self._product = None
 
     def pending(self) -> Tensor | None:
@@ -143,7 +146,14 @@ class OptimizerGradients:
         return self._product
 
     def materialise(self) -> None:
-        """Divide everything pending out of ``.grad``, in one division."""
+        """Divide everything pending out of ``.grad``, in one division.
+
+        A divisor that is not finite belongs to a step that is vetoed: it counts as 1, so that an inf stays to be found.
+        """
+        if self.divisor is not None:
+            finite = self.divisor.nan_to_num(nan=1.0, posinf=1.0)
+            self.clipped = finite if self.clipped is self.divisor else self.clipped
+            self.divisor, self._product = finite, None
         pending = self.pending()
         if pending is not None:
             for device, tensors in _by_device(self.tensors).items():
@@ -213,8 +223,9 @@ def _accumulate_in(tensors: list[Tensor], exact: bool) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _is_usual(grad: Tensor) -> bool:
-    return grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
+def _are_usual(grads: list[Tensor]) -> bool:
+    strided = torch.strided
+    return not any(grad.layout is not strided or grad.requires_grad or grad.is_neg() for grad in grads)
 
 
 def _values(parameter: Tensor) -> Tensor:

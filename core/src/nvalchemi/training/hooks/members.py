@@ -48,12 +48,15 @@ class Members:
             for group, (before, members) in zip(groups, self._groups, strict=True)
         )
 
-    def with_grad(self) -> list[Tensor]:
-        """Return the parameters that have a gradient: the same list as before, if they are the same parameters."""
+    def with_grad(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters that have a gradient, the same list as before if they are the same; and gradients."""
+        grads = [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
+        if len(grads) == len(self.parameters):
+            return self.parameters, grads
         found = [parameter for parameter in self.parameters if parameter.grad is not None]
         if len(found) != len(self._with_grad) or not all(map(is_, found, self._with_grad)):
             self._with_grad = found
-        return self._with_grad
+        return self._with_grad, grads
 
 
 class Roster:

@@ -101,8 +101,8 @@ class TrainingUpdateOrchestrator:
         self._setting_up = self._overriding("setup")
         self._before = self._overriding("before_batch")
         self._transforming = self._overriding("transform_loss")
-        self._voting = tuple(child for child in self._children if takes_part_in_step(child))
-        self._deciding = frozenset(map(id, self._overriding("before_optimizer_step")))
+        deciding = set(map(id, self._overriding("before_optimizer_step")))
+        self._voting = tuple((child, id(child) in deciding) for child in self._children if takes_part_in_step(child))
         self._whole = frozenset(id(child) for child in self._children if overrides(child, "__call__"))
         self._after = self._overriding("after_optimizer_step")
         self._settling = tuple(child for child in self._children if overrides(child, "settled"))
@@ -169,7 +169,7 @@ class TrainingUpdateOrchestrator:
                 proceed = _proceed_of(child, child(ctx, TrainingStage.BEFORE_BATCH, vetoed), TrainingStage.BEFORE_BATCH)
             else:
                 proceed = child.before_batch(ctx, will_skip=vetoed)
-            vetoed |= not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
+            vetoed |= proceed is not True and not _a_bool(child, proceed, TrainingStage.BEFORE_BATCH)
         self._at_work = None
         keep = vetoed or (self._outcome is not None and self._outcome.window_open)
         if keep:
@@ -208,7 +208,7 @@ class TrainingUpdateOrchestrator:
         self._outcome, ctx.step_skipped = _SKIPPED, True  # what holds if anything below raises
         window.follow(ctx.grad_scaler)
         if not ctx.window_complete:
-            for child in self._voting:
+            for child, _ in self._voting:
                 if id(child) in self._whole:
                     self._vote_of(child, ctx, True)
             self._conclude(ctx, StepOutcome(skipped=True, window_open=True))
@@ -223,25 +223,25 @@ class TrainingUpdateOrchestrator:
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
-        for child in self._voting:
-            decides, reads = id(child) in self._deciding, child.reads_grad
+        for child, decides in self._voting:
+            reads = child.reads_grad
             if decides and not child.defers_veto:
                 window.resolve()
             if reads:
                 window.materialise()
-            if decides and not self._vote_of(child, ctx, window.vetoed):
+            if decides and self._vote_of(child, ctx, bool(window.decision.vetoes)) is not True:
                 window.veto(child)
             if reads:
                 window.reread()
         window.voting, self._at_work = False, None
 
     def _vote_of(self, child: TrainingUpdateHook, ctx: TrainContext, will_skip: bool) -> bool:
-        stage = TrainingStage.DO_OPTIMIZER_STEP
         if self._begin(child, ctx):
+            stage = TrainingStage.DO_OPTIMIZER_STEP
             proceed = _proceed_of(child, child(ctx, stage, will_skip), stage)
         else:
             proceed = child.before_optimizer_step(ctx, will_skip=will_skip)
-        return _a_bool(child, proceed, stage)
+        return proceed is True or _a_bool(child, proceed, TrainingStage.DO_OPTIMIZER_STEP)
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
         for child in self._after:
@@ -434,8 +434,8 @@ class TrainingUpdateOrchestrator:
         if self._pending is not None and self._pending.ctx is not ctx and self._wants_to_know(child):
             self.resolve()
         self._at_work = child
-        if ctx.window is not None:
-            ctx.window.begin(child)
+        if (window := ctx.window) is not None:
+            window.at_work, window.noted = child, None
         return id(child) in self._whole
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:

@@ -48,6 +48,20 @@ class UpdateWindow:
         The parameters of the optimizers, looked at once.
     """
 
+    begun = True  # optimizers and scaler are known
+    closed = False
+    unscaled = False  # the loss scale has been taken out of some gradients
+    voting = False  # deferred vetoes count now
+    at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
+    noted: str | None = None
+    _has_voted = False
+    _changed = False  # a hook may have changed gradients
+    _gradients: list[OptimizerGradients] | None = None
+    _grad_norm: Tensor | None = None
+    _device = torch.device("cpu")
+    _flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
+    _resolve_pending: Callable[[], Any] | None = None
+
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -60,23 +74,11 @@ class UpdateWindow:
         self.given_scaler = scaler
         self.scaler = drive(scaler) if scaler is not None else None
         self.decision = Decision()
-        self.begun = True  # optimizers and scaler are known
-        self.closed = False
-        self.unscaled = False  # the loss scale has been taken out of some gradients
-        self.voting = self._has_voted = False  # deferred vetoes count now; they have begun to
-        self._at_work: TrainingUpdateHook | None = None
-        self._gradients: list[OptimizerGradients] | None = None
-        self._grad_norm: Tensor | None = None
-        self._noted: str | None = None
         self._measured: list[tuple[Tensor, list[OptimizerGradients]]] = []  # norms handed out, and of what they are
-        self._changed = False  # a hook may have changed gradients
         self._executors, self._stock = executors, stock or StockExecutor()
         self._roster = roster or Roster()
         self._chosen: list[OptimizerGradients] = []
-        self._device = torch.device("cpu")
         self._offers: list[AverageOffer] = []
-        self._flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
-        self._resolve_pending: Callable[[], Any] | None = None
 
     @property
     def knows_grad_norm(self) -> bool:
@@ -139,7 +141,7 @@ class UpdateWindow:
         Parameters
         ----------
         by : torch.Tensor
-            0-dim, floating, above 0.
+            0-dim, floating, above 0. One that is not finite belongs to a step that is vetoed, and counts as 1.
         optimizer : int, optional
             Only the gradients of this optimizer; by default those of all.
         at_most : float
@@ -217,11 +219,11 @@ class UpdateWindow:
 
     def note_veto(self, reason: str) -> None:
         """See `TrainContext.note_veto`."""
-        self._noted = reason
+        self.noted = reason
 
     def veto(self, hook: TrainingUpdateHook) -> None:
         """Count the veto that a hook has returned."""
-        reason, self._noted = self._noted, None
+        reason, self.noted = self.noted, None
         self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
 
     def read_later(self, tensor: Tensor) -> Reading:
@@ -268,10 +270,6 @@ class UpdateWindow:
         self.voting = self._has_voted = True
         if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
             self.refresh()
-
-    def begin(self, hook: TrainingUpdateHook) -> None:
-        """Note which hook is about to be called."""
-        self._at_work, self._noted = hook, None
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
@@ -398,7 +396,7 @@ class UpdateWindow:
 
     def _deferring(self, reason: str) -> TrainingUpdateHook:
         """Return the hook at work, which must be one that may defer a veto, here and now."""
-        hook = self._at_work
+        hook = self.at_work
         if hook is None or not hook.defers_veto:
             who = (
                 "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -29,22 +30,21 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     Returns
     -------
     torch.Tensor
-        0-dim, of the norm's dtype, finite: 1 where the norm is not, so that nothing is zeroed in silence.
+        0-dim, of the norm's dtype; finite where the norm is.
 
     Examples
     --------
     >>> import torch
     >>> round(clip_divisor(torch.tensor(5.0), max_norm=2.0).item(), 4)
     2.5
-    >>> clip_divisor(torch.tensor(torch.inf), max_norm=2.0).item()
-    1.0
     """
     divisor = norm.add(_EPSILON)
     if max_norm != 1.0:
         divisor.div_(max_norm)
-    return divisor.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=1.0)
+    return divisor.clamp_(min=1.0)
 
 
+@functools.cache
 def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
     """Return the norm above which its sum of powers, or the divisor, would not fit into `dtype`.
 
@@ -59,6 +59,7 @@ def largest_usable(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) 
     return float(min(largest ** (1.0 / power), largest * max_norm))
 
 
+@functools.cache
 def largest_divisor(dtype: torch.dtype, max_norm: float, norm_type: float = 2.0) -> float:
     """Return what `clip_divisor` cannot be above, for a norm that is usable."""
     return (largest_usable(dtype, max_norm, norm_type) + _EPSILON) / max_norm
