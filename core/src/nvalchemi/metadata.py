@@ -10,11 +10,12 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import importlib_metadata
+
+from nvalchemi._folders import UNKNOWN_NAME, UNKNOWN_VERSION, Headers, headers_of, lines_of_group, read, root
 
 __all__ = [
     "CORE_DISTRIBUTION",
@@ -31,8 +32,7 @@ __all__ = [
 
 CORE_DISTRIBUTION = "nvalchemi-hooks"
 ENTRY_POINT_GROUP = "nvalchemi.hooks"
-UNKNOWN_VERSION = "0+unknown"
-_UNKNOWN_NAME = "unknown"
+_SEPARATORS = re.compile("[-_.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def canonical_name(distribution: str) -> str:
     >>> canonical_name("Acme_Hooks")
     'acme-hooks'
     """
-    return re.sub(r"[-_.]+", "-", distribution).lower()
+    return _SEPARATORS.sub("-", distribution).lower()
 
 
 @functools.cache
@@ -92,13 +92,14 @@ def entry_points() -> tuple[EntryPointRecord, ...]:
     ranks: dict[str, int] = {}
     found: dict[str, list[_Folder]] = {}
     for dist in importlib_metadata.distributions():
-        rank = ranks.setdefault(_root(dist), len(ranks))
-        text = _read(dist, "entry_points.txt")
-        if ENTRY_POINT_GROUP in text:
-            folder = _folder(dist, rank, text)
+        rank = ranks.setdefault(root(dist), len(ranks))
+        text = read(dist, "entry_points.txt")
+        if ENTRY_POINT_GROUP in text:  # nothing else is read of all the others
+            headers = headers_of(dist)
             # Nameless folders are not one distribution: each is listed for itself.
-            name = canonical_name(folder.distribution) if folder.distribution != _UNKNOWN_NAME else f"?{len(found)}"
-            found.setdefault(name, []).append(folder)
+            name = canonical_name(headers.name) if headers.name != UNKNOWN_NAME else f"?{len(found)}"
+            lines = tuple(dict.fromkeys(lines_of_group(text, ENTRY_POINT_GROUP)))
+            found.setdefault(name, []).append(_Folder(rank, headers, lines))
     records = (
         record
         for name, folders in found.items()
@@ -154,81 +155,18 @@ def refresh() -> None:
         cached.cache_clear()
 
 
-class _Distribution(Protocol):
-    """What is asked of a metadata folder; other finders than Python's own have their own classes for it."""
-
-    @property
-    def requires(self) -> list[str] | None: ...
-
-    def read_text(self, filename: str) -> str | None: ...
-
-    def locate_file(self, path: str) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Folder:
     """One metadata folder that has lines in the group; `rank` counts the places on the path that hold metadata."""
 
     rank: int
-    distribution: str
-    version: str
-    records: tuple[EntryPointRecord, ...]
+    headers: Headers
+    lines: tuple[tuple[str, str], ...]
 
-
-def _folder(dist: _Distribution, rank: int, text: str) -> _Folder:
-    headers = _headers(dist)
-    distribution = next(iter(headers.get("name", ())), _UNKNOWN_NAME)
-    version = next(iter(headers.get("version", ())), UNKNOWN_VERSION)
-    requires = headers.get("requires-dist") or _legacy_requires(dist)
-    lines = dict.fromkeys(_lines_of_group(text))
-    records = tuple(EntryPointRecord(name, target, distribution, version, requires) for name, target in lines)
-    return _Folder(rank, distribution, version, records)
-
-
-def _lines_of_group(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, target) of the group's lines in an ``entry_points.txt``; the other groups are nothing to us."""
-    inside = False
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            inside = line[1:-1].strip() == ENTRY_POINT_GROUP
-        elif inside and line and not line.startswith("#"):
-            name, _, target = line.partition("=")
-            yield name.strip(), target.strip()
-
-
-def _headers(dist: _Distribution) -> Mapping[str, tuple[str, ...]]:
-    """Read the headers that listing needs; ``dist.metadata`` parses the description too, in ten times as long."""
-    text = _read(dist, "METADATA") or _read(dist, "PKG-INFO") or _read(dist, "")
-    headers: dict[str, tuple[str, ...]] = {}
-    for line in text.partition("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        if (key := key.lower()) in ("name", "version", "requires-dist"):
-            headers[key] = (*headers.get(key, ()), value.strip())
-    return headers
-
-
-def _legacy_requires(dist: _Distribution) -> tuple[str, ...]:
-    """Read the requirements of an egg-info folder, which keeps them in a file of its own."""
-    if not _read(dist, "requires.txt"):
-        return ()
-    try:
-        return tuple(dist.requires or ())
-    except Exception:  # a damaged requires.txt of somebody else must not stop the listing
-        return ()
-
-
-def _read(dist: _Distribution, filename: str) -> str:
-    try:
-        return dist.read_text(filename) or ""
-    except Exception:  # undecodable file, or a foreign finder with faults of its own: passed over, never fatal
-        return ""
-
-
-def _root(dist: _Distribution) -> str:
-    try:
-        return str(dist.locate_file(""))
-    except Exception:  # foreign finders need not have places: they share one
-        return ""
+    @property
+    def records(self) -> list[EntryPointRecord]:
+        of = self.headers
+        return [EntryPointRecord(name, target, of.name, of.version, of.requires) for name, target in self.lines]
 
 
 def _choose(folders: list[_Folder]) -> _Folder:
@@ -237,7 +175,7 @@ def _choose(folders: list[_Folder]) -> _Folder:
     here = [folder for folder in folders if folder.rank == nearest]
     if len(here) == 1:
         return here[0]
-    return max(here, key=lambda folder: (_comparable(folder.version), [(r.name, r.target) for r in folder.records]))
+    return max(here, key=lambda folder: (_comparable(folder.headers.version), folder.lines))
 
 
 def _comparable(version: str) -> tuple[bool, object]:
@@ -253,17 +191,13 @@ def _is_shadowed(name: str, folder: _Folder, ranks: Mapping[str, int]) -> bool:
     """Whether a folder without lines in the group, of the same distribution, comes earlier on the path."""
     if folder.rank == 0:
         return False
-    return any(
-        ranks.get(_root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name)
-    )
+    return any(ranks.get(root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name))
 
 
 @functools.cache
 def _version_of(distribution: str) -> str:
-    for dist in importlib_metadata.distributions(name=distribution):
-        for version in _headers(dist).get("version", ()):
-            return version
-    return UNKNOWN_VERSION
+    versions = (headers_of(dist).version for dist in importlib_metadata.distributions(name=distribution))
+    return next((version for version in versions if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
 
 
 @functools.cache
