@@ -31,6 +31,7 @@ CORE_NAMES = {
         "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
         "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
+        "register_plugin",
     },
     "nvalchemi.training": {
         "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",

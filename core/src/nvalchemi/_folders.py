@@ -48,7 +48,7 @@ def headers_of(dist: Distribution) -> Headers:
     return Headers(
         name=next(iter(found["name"]), UNKNOWN_NAME),
         version=next(iter(found["version"]), UNKNOWN_VERSION),
-        requires=tuple(found["requires-dist"]) if modern else _legacy_requires(dist),
+        requires=tuple(found["requires-dist"]) or (() if modern else _legacy_requires(dist)),
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import importlib_metadata
@@ -23,11 +23,13 @@ __all__ = [
     "UNKNOWN_VERSION",
     "EntryPointRecord",
     "Provenance",
+    "add_records",
     "canonical_name",
     "core_version",
     "entry_points",
     "provenance_of",
     "refresh",
+    "version_of",
 ]
 
 CORE_DISTRIBUTION = "nvalchemi-hooks"
@@ -82,6 +84,9 @@ def canonical_name(distribution: str) -> str:
     return _SEPARATORS.sub("-", distribution).lower()
 
 
+_added: dict[tuple[str, str, str], EntryPointRecord] = {}
+
+
 @functools.cache
 def entry_points() -> tuple[EntryPointRecord, ...]:
     """Return every line of the group ``nvalchemi.hooks``, sorted by name, distribution and target.
@@ -89,30 +94,35 @@ def entry_points() -> tuple[EntryPointRecord, ...]:
     A distribution counts once, however many metadata folders it has: the first on the path is the one that Python would
     import, and of several in one folder the newest counts. The order of the directory never matters.
     """
-    ranks: dict[str, int] = {}
-    found: dict[str, list[_Folder]] = {}
-    for dist in importlib_metadata.distributions():
-        rank = ranks.setdefault(root(dist), len(ranks))
-        text = read(dist, "entry_points.txt")
-        if ENTRY_POINT_GROUP in text:  # nothing else is read of all the others
-            headers = headers_of(dist)
-            # Nameless folders are not one distribution: each is listed for itself.
-            name = canonical_name(headers.name) if headers.name != UNKNOWN_NAME else f"?{len(found)}"
-            lines = tuple(dict.fromkeys(lines_of_group(text, ENTRY_POINT_GROUP)))
-            found.setdefault(name, []).append(_Folder(rank, headers, lines))
-    records = (
+    found, ranks = _folders_with_hooks()
+    for _, name, _ in _added:
+        found.pop(name, None)
+    records = [
         record
         for name, folders in found.items()
         if not _is_shadowed(name, chosen := _choose(folders), ranks)
         for record in chosen.records
-    )
-    return tuple(sorted(records, key=lambda record: (record.name, canonical_name(record.distribution), record.target)))
+    ]
+    return tuple(sorted([*_added.values(), *records], key=_key))
+
+
+def add_records(records: Iterable[EntryPointRecord]) -> None:
+    """Count these lines as installed, in place of what the metadata of their distributions says."""
+    _added.update((_key(record), record) for record in records)
+    entry_points.cache_clear()
 
 
 @functools.cache
 def core_version() -> str:
     """Return the version of the installed core, ``"0+unknown"`` when it runs without being installed."""
-    return _version_of(CORE_DISTRIBUTION)
+    return version_of(CORE_DISTRIBUTION)
+
+
+@functools.cache
+def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution, ``"0+unknown"`` when it is not there or does not say."""
+    versions = (headers_of(dist).version for dist in importlib_metadata.distributions(name=distribution))
+    return next((version for version in versions if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
 
 
 def provenance_of(obj: object) -> Provenance | None:
@@ -145,13 +155,13 @@ def provenance_of(obj: object) -> Provenance | None:
         nearest = max(near, key=lambda record: _shared_parts(record.target.partition(":")[0].strip(), module))
         return Provenance(nearest.distribution, nearest.version)
     owners = _package_owners().get(package, ())
-    return Provenance(owners[0], _version_of(owners[0])) if owners else None
+    return Provenance(owners[0], version_of(owners[0])) if owners else None
 
 
 def refresh() -> None:
     """Forget what was scanned, so that a package installed since then is seen."""
     importlib.invalidate_caches()
-    for cached in (entry_points, core_version, _package_owners, _version_of):
+    for cached in (entry_points, core_version, _package_owners, version_of):
         cached.cache_clear()
 
 
@@ -167,6 +177,27 @@ class _Folder:
     def records(self) -> list[EntryPointRecord]:
         of = self.headers
         return [EntryPointRecord(name, target, of.name, of.version, of.requires) for name, target in self.lines]
+
+
+def _folders_with_hooks() -> tuple[dict[str, list[_Folder]], dict[str, int]]:
+    """Return the folders that have lines in the group, by distribution, and the rank of each place on the path."""
+    ranks: dict[str, int] = {}
+    found: dict[str, list[_Folder]] = {}
+    for dist in importlib_metadata.distributions():
+        rank = ranks.setdefault(root(dist), len(ranks))
+        text = read(dist, "entry_points.txt")
+        if ENTRY_POINT_GROUP in text:  # nothing else is read of all the others
+            headers = headers_of(dist)
+            # Nameless folders are not one distribution: each is listed for itself.
+            name = canonical_name(headers.name) if headers.name != UNKNOWN_NAME else f"?{len(found)}"
+            lines = tuple(dict.fromkeys(lines_of_group(text, ENTRY_POINT_GROUP)))
+            found.setdefault(name, []).append(_Folder(rank, headers, lines))
+    return found, ranks
+
+
+def _key(record: EntryPointRecord) -> tuple[str, str, str]:
+    """Return what a line is sorted by, and told apart from others by."""
+    return record.name, canonical_name(record.distribution), record.target
 
 
 def _choose(folders: list[_Folder]) -> _Folder:
@@ -192,12 +223,6 @@ def _is_shadowed(name: str, folder: _Folder, ranks: Mapping[str, int]) -> bool:
     if folder.rank == 0:
         return False
     return any(ranks.get(root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name))
-
-
-@functools.cache
-def _version_of(distribution: str) -> str:
-    versions = (headers_of(dist).version for dist in importlib_metadata.distributions(name=distribution))
-    return next((version for version in versions if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
 
 
 @functools.cache
