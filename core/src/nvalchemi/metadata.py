@@ -24,6 +24,7 @@ __all__ = [
     "EntryPointRecord",
     "Provenance",
     "add_records",
+    "all_headers",
     "canonical_name",
     "core_version",
     "entry_points",
@@ -123,6 +124,14 @@ def version_of(distribution: str) -> str:
     """Return the version of an installed distribution, ``"0+unknown"`` when it is not there or does not say."""
     versions = (headers_of(dist).version for dist in importlib_metadata.distributions(name=distribution))
     return next((version for version in versions if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
+
+
+def all_headers(distribution: str) -> importlib_metadata.PackageMetadata | None:
+    """Return everything that a distribution says of itself; None when it is not installed, or its metadata damaged."""
+    try:
+        return next((dist.metadata for dist in importlib_metadata.distributions(name=distribution)), None)
+    except Exception:  # somebody else's metadata, or finder, can be damaged in many ways
+        return None
 
 
 def provenance_of(obj: object) -> Provenance | None:

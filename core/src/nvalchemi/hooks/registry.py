@@ -63,6 +63,10 @@ class HookRegistry:
         """Return the hook that owns a slot, if any."""
         return self._owners.get(slot)
 
+    def hooks_at(self, stage: Enum) -> tuple[Hook, ...]:
+        """Return the hooks that a dispatch of `stage` calls, in order."""
+        return tuple(hook for hook, _ in self._calls[stage])
+
     def register(self, hook: Hook) -> None:
         """Add a hook, or refuse it.
 
