@@ -89,7 +89,10 @@ def _of_listing(listing: HookListing, arguments: Mapping[str, Any]) -> Iterator[
         given = {**(offer.default_kwargs or {}), **arguments}
         told = bool(arguments) or offer.default_kwargs is not None
         yield from _hook(
-            offer.factory, given, told, "give the offer other default_kwargs, or none: then it may need some"
+            offer.factory,
+            given,
+            told,
+            "make it accept the default_kwargs of its offer (and --arguments), or offer None",
         )
 
 

@@ -87,5 +87,5 @@ def _print(answer: Answer) -> None:
     print(f"{coloured(word, colour)}  {answer.check:<8}  {answer.sentence}")
     if answer.fault:
         print(f"{'':17}{answer.fault}")
-    if answer.holds is False:
+    if answer.remedy and not answer.holds:
         print(f"{'':17}To do: {answer.remedy}.")
