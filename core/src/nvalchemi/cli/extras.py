@@ -22,8 +22,8 @@ def extras_of_core() -> list[str]:
 def unknown_extras(requirements: Iterable[str], known: Iterable[str]) -> Iterator[str]:
     """Yield the extras of the core that are asked for and not known.
 
-    >>> list(unknown_extras(["nvalchemi-hooks[ema,grad_clipp]>=0.1", "torch[ema]"], ["ema", "grad-clip"]))
-    ['grad_clipp']
+    >>> list(unknown_extras(["nvalchemi-hooks[ema,grad_clip,gradclip]", "torch[x]"], ["ema", "Grad-Clip"]))
+    ['gradclip']
     """
     right = set(map(canonical_name, known))
     for line in requirements:
