@@ -34,7 +34,7 @@ CORE_NAMES = {
         "register_plugin",
     },
     "nvalchemi.training": {
-        "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
+        "HookTrace", "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
         "ValidationResult", "bare_module", "create_model_spec", "load_checkpoint", "load_training", "save_checkpoint",
         "save_training", "take_snapshot",
     },
