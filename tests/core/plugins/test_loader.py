@@ -199,3 +199,28 @@ def test_strict_mode_makes_a_broken_plugin_an_error(site, monkeypatch):
     monkeypatch.setenv("NVALCHEMI_HOOKS_STRICT", "0")
     with pytest.warns(PluginWarning):
         activate_hooks("auto")
+
+
+FAILURES = {
+    "clash": lambda site: [site.add_plugin(f"{owner}-hooks", ["m"], default_kwargs={}) for owner in "yz"],
+    "another core": lambda site: site.add_plugin("old-hooks", ["m"], default_kwargs={}, requires=["nvalchemi-hooks<2"]),
+    "wrong offer": lambda site: add_broken(site, "m", OFFER),
+    "constructor": lambda site: add_broken(
+        site,
+        "m",
+        OFFER + "@hookimpl\ndef nvalchemi_hooks():\n    return [HookOffer('m', Made, default_kwargs={'no': 1})]\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", FAILURES.values(), ids=FAILURES)
+def test_strict_mode_makes_every_failure_an_error(site, monkeypatch, fails):
+    """What automatic activation warns of and leaves out, whatever it is, stops the run with ``STRICT``."""
+    site.add("nvalchemi-hooks", "2.0")
+    fails(site)
+    with pytest.warns(PluginWarning) as caught:
+        assert activate_hooks("auto") == []
+    assert len(caught) == 1
+    monkeypatch.setenv("NVALCHEMI_HOOKS_STRICT", "1")
+    with pytest.raises((PluginLoadError, LookupError, TypeError)):
+        activate_hooks("auto")

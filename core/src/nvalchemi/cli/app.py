@@ -20,7 +20,7 @@ from nvalchemi.cli import (
 )
 from nvalchemi.cli.parsers import add_group, version_action
 
-__all__ = ["ExitCode", "main"]
+__all__ = ["ExitCode", "build_parser", "main"]
 
 _EPILOG = """\
 exit codes:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         An `ExitCode`. A command line that is not understood leaves through ``SystemExit(2)``, as argparse does.
     """
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="nvalchemi",
         description="Training hooks that compose: see what is installed, and what was saved.",

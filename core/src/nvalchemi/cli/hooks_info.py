@@ -30,8 +30,8 @@ exit codes:
 
 examples:
   nvalchemi hooks info ema
-  nvalchemi hooks info nvalchemi-hooks-ema:ema            where two distributions offer the name
-  nvalchemi hooks info checkpoint --arguments '{"root": "runs"}'   a hook that cannot be made without arguments
+  nvalchemi hooks info nvalchemi-hooks-ema:ema    where two distributions offer the name
+  nvalchemi hooks info mixed_precision --arguments '{"precision": "bf16"}'    a hook that needs arguments
 """
 
 

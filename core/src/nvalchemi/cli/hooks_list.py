@@ -36,6 +36,7 @@ environment:
   NVALCHEMI_HOOKS_DISABLE=a,b   never load these (* for all)
   NVALCHEMI_HOOKS_ALLOW=a,b     load only these
   NVALCHEMI_HOOKS_STRICT=1      in a run, every failure of a plugin is an error
+  NVALCHEMI_HOOKS_TRACE=1       after a run, print how long each hook took at each stage
 
 exit codes:
   0  listed, also when there is nothing to list
