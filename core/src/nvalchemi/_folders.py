@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 __all__ = ["UNKNOWN_NAME", "UNKNOWN_VERSION", "Distribution", "Headers", "headers_of", "lines_of_group", "read", "root"]
@@ -64,8 +65,16 @@ def lines_of_group(text: str, group: str) -> Iterator[tuple[str, str]]:
 
 
 def read(dist: Distribution, filename: str) -> str:
-    """Return the text of a file in the folder, empty where there is none."""
+    """Return the text of a file in the folder, empty where there is none.
+
+    A plain folder is read without the layers of pathlib, which take longer than the file does; importlib-metadata has
+    no public name for it. Whatever has none, a zip file or another finder's, is asked for the text.
+    """
+    folder = getattr(dist, "_path", None)
     try:
+        if filename and isinstance(folder, Path):
+            with open(f"{folder}/{filename}", "rb", buffering=0) as file:
+                return file.read().decode().replace("\r\n", "\n")
         return dist.read_text(filename) or ""
     except Exception:  # undecodable file, or a foreign finder with faults of its own: passed over, never fatal
         return ""

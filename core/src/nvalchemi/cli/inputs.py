@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ def read_text(path: Path) -> str:
 
 def parsed_json(text: str, where: str) -> Any:
     """Return the value of a JSON text."""
+    import json
+
     try:
         return json.loads(text)
     except ValueError as error:
