@@ -31,9 +31,10 @@ CORE_NAMES = {
         "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
         "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
+        "register_plugin",
     },
     "nvalchemi.training": {
-        "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
+        "HookTrace", "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
         "ValidationResult", "bare_module", "create_model_spec", "load_checkpoint", "load_training", "save_checkpoint",
         "save_training", "take_snapshot",
     },

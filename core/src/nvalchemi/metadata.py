@@ -10,11 +10,12 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import importlib_metadata
+
+from nvalchemi._folders import UNKNOWN_NAME, UNKNOWN_VERSION, Headers, headers_of, lines_of_group, read, root
 
 __all__ = [
     "CORE_DISTRIBUTION",
@@ -22,17 +23,19 @@ __all__ = [
     "UNKNOWN_VERSION",
     "EntryPointRecord",
     "Provenance",
+    "add_records",
+    "all_headers",
     "canonical_name",
     "core_version",
     "entry_points",
     "provenance_of",
     "refresh",
+    "version_of",
 ]
 
 CORE_DISTRIBUTION = "nvalchemi-hooks"
 ENTRY_POINT_GROUP = "nvalchemi.hooks"
-UNKNOWN_VERSION = "0+unknown"
-_UNKNOWN_NAME = "unknown"
+_SEPARATORS = re.compile("[-_.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,10 @@ def canonical_name(distribution: str) -> str:
     >>> canonical_name("Acme_Hooks")
     'acme-hooks'
     """
-    return re.sub(r"[-_.]+", "-", distribution).lower()
+    return _SEPARATORS.sub("-", distribution).lower()
+
+
+_added: dict[tuple[str, str, str], EntryPointRecord] = {}
 
 
 @functools.cache
@@ -89,29 +95,43 @@ def entry_points() -> tuple[EntryPointRecord, ...]:
     A distribution counts once, however many metadata folders it has: the first on the path is the one that Python would
     import, and of several in one folder the newest counts. The order of the directory never matters.
     """
-    ranks: dict[str, int] = {}
-    found: dict[str, list[_Folder]] = {}
-    for dist in importlib_metadata.distributions():
-        rank = ranks.setdefault(_root(dist), len(ranks))
-        text = _read(dist, "entry_points.txt")
-        if ENTRY_POINT_GROUP in text:
-            folder = _folder(dist, rank, text)
-            # Nameless folders are not one distribution: each is listed for itself.
-            name = canonical_name(folder.distribution) if folder.distribution != _UNKNOWN_NAME else f"?{len(found)}"
-            found.setdefault(name, []).append(folder)
-    records = (
+    found, ranks = _folders_with_hooks()
+    for _, name, _ in _added:
+        found.pop(name, None)
+    records = [
         record
         for name, folders in found.items()
         if not _is_shadowed(name, chosen := _choose(folders), ranks)
         for record in chosen.records
-    )
-    return tuple(sorted(records, key=lambda record: (record.name, canonical_name(record.distribution), record.target)))
+    ]
+    return tuple(sorted([*_added.values(), *records], key=_key))
+
+
+def add_records(records: Iterable[EntryPointRecord]) -> None:
+    """Count these lines as installed, in place of what the metadata of their distributions says."""
+    _added.update((_key(record), record) for record in records)
+    entry_points.cache_clear()
 
 
 @functools.cache
 def core_version() -> str:
     """Return the version of the installed core, ``"0+unknown"`` when it runs without being installed."""
-    return _version_of(CORE_DISTRIBUTION)
+    return version_of(CORE_DISTRIBUTION)
+
+
+@functools.cache
+def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution, ``"0+unknown"`` when it is not there or does not say."""
+    versions = (headers_of(dist).version for dist in importlib_metadata.distributions(name=distribution))
+    return next((version for version in versions if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
+
+
+def all_headers(distribution: str) -> importlib_metadata.PackageMetadata | None:
+    """Return everything that a distribution says of itself; None when it is not installed, or its metadata damaged."""
+    try:
+        return next((dist.metadata for dist in importlib_metadata.distributions(name=distribution)), None)
+    except Exception:  # somebody else's metadata, or finder, can be damaged in many ways
+        return None
 
 
 def provenance_of(obj: object) -> Provenance | None:
@@ -144,25 +164,14 @@ def provenance_of(obj: object) -> Provenance | None:
         nearest = max(near, key=lambda record: _shared_parts(record.target.partition(":")[0].strip(), module))
         return Provenance(nearest.distribution, nearest.version)
     owners = _package_owners().get(package, ())
-    return Provenance(owners[0], _version_of(owners[0])) if owners else None
+    return Provenance(owners[0], version_of(owners[0])) if owners else None
 
 
 def refresh() -> None:
     """Forget what was scanned, so that a package installed since then is seen."""
     importlib.invalidate_caches()
-    for cached in (entry_points, core_version, _package_owners, _version_of):
+    for cached in (entry_points, core_version, _package_owners, version_of):
         cached.cache_clear()
-
-
-class _Distribution(Protocol):
-    """What is asked of a metadata folder; other finders than Python's own have their own classes for it."""
-
-    @property
-    def requires(self) -> list[str] | None: ...
-
-    def read_text(self, filename: str) -> str | None: ...
-
-    def locate_file(self, path: str) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,65 +179,34 @@ class _Folder:
     """One metadata folder that has lines in the group; `rank` counts the places on the path that hold metadata."""
 
     rank: int
-    distribution: str
-    version: str
-    records: tuple[EntryPointRecord, ...]
+    headers: Headers
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def records(self) -> list[EntryPointRecord]:
+        of = self.headers
+        return [EntryPointRecord(name, target, of.name, of.version, of.requires) for name, target in self.lines]
 
 
-def _folder(dist: _Distribution, rank: int, text: str) -> _Folder:
-    headers = _headers(dist)
-    distribution = next(iter(headers.get("name", ())), _UNKNOWN_NAME)
-    version = next(iter(headers.get("version", ())), UNKNOWN_VERSION)
-    requires = headers.get("requires-dist") or _legacy_requires(dist)
-    lines = dict.fromkeys(_lines_of_group(text))
-    records = tuple(EntryPointRecord(name, target, distribution, version, requires) for name, target in lines)
-    return _Folder(rank, distribution, version, records)
+def _folders_with_hooks() -> tuple[dict[str, list[_Folder]], dict[str, int]]:
+    """Return the folders that have lines in the group, by distribution, and the rank of each place on the path."""
+    ranks: dict[str, int] = {}
+    found: dict[str, list[_Folder]] = {}
+    for dist in importlib_metadata.distributions():
+        rank = ranks.setdefault(root(dist), len(ranks))
+        text = read(dist, "entry_points.txt")
+        if ENTRY_POINT_GROUP in text:  # nothing else is read of all the others
+            headers = headers_of(dist)
+            # Nameless folders are not one distribution: each is listed for itself.
+            name = canonical_name(headers.name) if headers.name != UNKNOWN_NAME else f"?{len(found)}"
+            lines = tuple(dict.fromkeys(lines_of_group(text, ENTRY_POINT_GROUP)))
+            found.setdefault(name, []).append(_Folder(rank, headers, lines))
+    return found, ranks
 
 
-def _lines_of_group(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, target) of the group's lines in an ``entry_points.txt``; the other groups are nothing to us."""
-    inside = False
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            inside = line[1:-1].strip() == ENTRY_POINT_GROUP
-        elif inside and line and not line.startswith("#"):
-            name, _, target = line.partition("=")
-            yield name.strip(), target.strip()
-
-
-def _headers(dist: _Distribution) -> Mapping[str, tuple[str, ...]]:
-    """Read the headers that listing needs; ``dist.metadata`` parses the description too, in ten times as long."""
-    text = _read(dist, "METADATA") or _read(dist, "PKG-INFO") or _read(dist, "")
-    headers: dict[str, tuple[str, ...]] = {}
-    for line in text.partition("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        if (key := key.lower()) in ("name", "version", "requires-dist"):
-            headers[key] = (*headers.get(key, ()), value.strip())
-    return headers
-
-
-def _legacy_requires(dist: _Distribution) -> tuple[str, ...]:
-    """Read the requirements of an egg-info folder, which keeps them in a file of its own."""
-    if not _read(dist, "requires.txt"):
-        return ()
-    try:
-        return tuple(dist.requires or ())
-    except Exception:  # a damaged requires.txt of somebody else must not stop the listing
-        return ()
-
-
-def _read(dist: _Distribution, filename: str) -> str:
-    try:
-        return dist.read_text(filename) or ""
-    except Exception:  # undecodable file, or a foreign finder with faults of its own: passed over, never fatal
-        return ""
-
-
-def _root(dist: _Distribution) -> str:
-    try:
-        return str(dist.locate_file(""))
-    except Exception:  # foreign finders need not have places: they share one
-        return ""
+def _key(record: EntryPointRecord) -> tuple[str, str, str]:
+    """Return what a line is sorted by, and told apart from others by."""
+    return record.name, canonical_name(record.distribution), record.target
 
 
 def _choose(folders: list[_Folder]) -> _Folder:
@@ -237,7 +215,7 @@ def _choose(folders: list[_Folder]) -> _Folder:
     here = [folder for folder in folders if folder.rank == nearest]
     if len(here) == 1:
         return here[0]
-    return max(here, key=lambda folder: (_comparable(folder.version), [(r.name, r.target) for r in folder.records]))
+    return max(here, key=lambda folder: (_comparable(folder.headers.version), folder.lines))
 
 
 def _comparable(version: str) -> tuple[bool, object]:
@@ -253,17 +231,7 @@ def _is_shadowed(name: str, folder: _Folder, ranks: Mapping[str, int]) -> bool:
     """Whether a folder without lines in the group, of the same distribution, comes earlier on the path."""
     if folder.rank == 0:
         return False
-    return any(
-        ranks.get(_root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name)
-    )
-
-
-@functools.cache
-def _version_of(distribution: str) -> str:
-    for dist in importlib_metadata.distributions(name=distribution):
-        for version in _headers(dist).get("version", ()):
-            return version
-    return UNKNOWN_VERSION
+    return any(ranks.get(root(dist), folder.rank) < folder.rank for dist in importlib_metadata.distributions(name=name))
 
 
 @functools.cache

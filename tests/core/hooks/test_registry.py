@@ -242,3 +242,42 @@ def test_a_hook_that_fails_to_say_where_it_runs(registry):
     with pytest.raises(ZeroDivisionError):
         registry.register(Fails(None))
     assert len(registry) == 0
+
+
+# What is called, and around it.
+
+
+def test_who_is_called_at_a_stage_can_be_asked(registry):
+    """In the order of the calls: owners of a slot last at SETUP, first elsewhere."""
+    plain = Everywhere(TrainingStage.SETUP, name="plain")
+    owner = Everywhere(*SLOTS, TrainingStage.SETUP, TrainingStage.AFTER_BATCH, name="owner")
+    last = Hook(name="last")
+    for hook in (last, owner, plain):
+        registry.register(hook)
+    assert registry.hooks_at(TrainingStage.SETUP) == (plain, owner)
+    assert registry.hooks_at(TrainingStage.AFTER_BATCH) == (owner, last)
+    assert registry.hooks_at(TrainingStage.AFTER_EPOCH) == ()
+
+
+def test_something_can_be_put_around_every_call_and_taken_away(registry):
+    """Each call goes through it, at the steps of the hook's own frequency; a hook that joins meanwhile stays."""
+    log = []
+    every, third, late = (Hook(log=log, name=name, frequency=n) for name, n in [("a", 1), ("b", 2), ("c", 1)])
+    registry.register(every)
+    registry.register(third)
+
+    def wrap(hook, call):
+        return lambda ctx, stage: (log.append(f"before {hook.name}"), call(ctx, stage))
+
+    undo = registry.wrap_calls(wrap)
+    registry.register(late)
+    for step in (1, 2, 2):
+        registry.dispatch(at(step), TrainingStage.AFTER_BATCH)
+    names = [entry if isinstance(entry, str) else entry[0] for entry in log]
+    assert names == ["before a", "a", "c", "before a", "a", "before b", "b", "c", "before a", "a", "c"]
+    assert registry.last_calls(third) == {"AFTER_BATCH": 2}
+    undo()
+    log.clear()
+    registry.dispatch(at(4), TrainingStage.AFTER_BATCH)
+    assert [entry[0] for entry in log] == ["a", "b", "c"]
+    assert registry.last_calls(third) == {"AFTER_BATCH": 4}

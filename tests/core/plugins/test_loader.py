@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import warnings
 
 import pytest
 
 from nvalchemi.errors import PluginLoadError, PluginVersionError, PluginWarning
-from nvalchemi.hooks import activate_hooks, list_hooks, refresh_hooks
+from nvalchemi.hooks import activate_hooks, list_hooks
 
 OFFER = "from nvalchemi.hooks import HookOffer, hookimpl\nclass Made:\n    def __call__(self, ctx, stage): pass\n"
 
@@ -202,18 +201,26 @@ def test_strict_mode_makes_a_broken_plugin_an_error(site, monkeypatch):
         activate_hooks("auto")
 
 
-def test_a_hundred_plugins_five_of_them_broken(site):
-    """Listing works, each broken one is one warning, and every good one is activated."""
-    site.refreshes = False
-    good = [f"good_{number:02}" for number in range(95)]
-    for name in good:
-        site.add_plugin(f"{name.replace('_', '-')}-hooks", [name], default_kwargs={})
-    for number, source in enumerate(FAULTS.values()):
-        add_broken(site, f"broken{number}", source)
-    refresh_hooks()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        activated = activate_hooks("auto")
-    assert [one.name for one in activated] == good
-    ours = [warning for warning in caught if issubclass(warning.category, PluginWarning)]
-    assert sorted(str(warning.message).split("'")[1] for warning in ours) == [f"broken{number}" for number in range(5)]
+FAILURES = {
+    "clash": lambda site: [site.add_plugin(f"{owner}-hooks", ["m"], default_kwargs={}) for owner in "yz"],
+    "another core": lambda site: site.add_plugin("old-hooks", ["m"], default_kwargs={}, requires=["nvalchemi-hooks<2"]),
+    "wrong offer": lambda site: add_broken(site, "m", OFFER),
+    "constructor": lambda site: add_broken(
+        site,
+        "m",
+        OFFER + "@hookimpl\ndef nvalchemi_hooks():\n    return [HookOffer('m', Made, default_kwargs={'no': 1})]\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", FAILURES.values(), ids=FAILURES)
+def test_strict_mode_makes_every_failure_an_error(site, monkeypatch, fails):
+    """What automatic activation warns of and leaves out, whatever it is, stops the run with ``STRICT``."""
+    site.add("nvalchemi-hooks", "2.0")
+    fails(site)
+    with pytest.warns(PluginWarning) as caught:
+        assert activate_hooks("auto") == []
+    assert len(caught) == 1
+    monkeypatch.setenv("NVALCHEMI_HOOKS_STRICT", "1")
+    with pytest.raises((PluginLoadError, LookupError, TypeError)):
+        activate_hooks("auto")

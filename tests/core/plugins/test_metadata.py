@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import types
 from collections import OrderedDict
@@ -121,6 +122,37 @@ def test_damaged_metadata_never_stops_the_listing(site):
     assert listed["fine"] == ("good", "1.0")
     assert listed["orphan"] == ("unknown", "0+unknown")
     assert {"headless", "no equals sign", "unreadable"} <= set(listed)
+
+
+@pytest.mark.parametrize("form", ["folder", "windows", "zip", "no path", "egg file"])
+def test_metadata_is_read_whatever_form_it_has(site, tmp_path, monkeypatch, form):
+    """A folder, one with the line ends of Windows, a zip file, a foreign finder's, a single old file: all alike."""
+    folder = site.add("acme-hooks", "1.2", hooks={"noise": "acme"}, requires=["nvalchemi-hooks>=0.1"])
+    with (folder / "METADATA").open("a") as file:
+        file.write("Requires-Dist: nvalchemi-hooks<0.1 is what its card says\n")
+    if form == "windows":
+        for path in folder.iterdir():
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    elif form == "zip":
+        packed = shutil.make_archive(str(tmp_path / "packed"), "zip", site.path)
+        monkeypatch.setattr(site, "roots", [packed])
+    elif form == "no path":
+        site.order = lambda found: [_Foreign(dist) for dist in found]
+    elif form == "egg file":
+        (site.path / "nvalchemi_hooks.egg-info").write_text(
+            "Metadata-Version: 1.0\nName: nvalchemi-hooks\nVersion: 0.7\n"
+        )
+    refresh_hooks()
+    [hook] = list_hooks()
+    assert (hook.name, hook.target, hook.version, hook.api_range) == ("noise", "acme", "1.2", ">=0.1")
+    assert core_version() == ("0.7" if form == "egg file" else "0+unknown")
+
+
+class _Foreign:
+    """A distribution of another finder: it has what is documented, and no more."""
+
+    def __init__(self, dist):
+        self.read_text, self.locate_file, self.requires = dist.read_text, dist.locate_file, []
 
 
 def test_a_finder_that_raises_is_passed_over(site, monkeypatch):

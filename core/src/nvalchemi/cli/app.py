@@ -8,10 +8,19 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
-from nvalchemi.cli import checkpoint_show, checkpoint_verify, hooks_list, hooks_new
+from nvalchemi.cli import (
+    checkpoint_show,
+    checkpoint_verify,
+    hooks_check,
+    hooks_doctor,
+    hooks_explain,
+    hooks_info,
+    hooks_list,
+    hooks_new,
+)
 from nvalchemi.cli.parsers import add_group, version_action
 
-__all__ = ["ExitCode", "main"]
+__all__ = ["ExitCode", "build_parser", "main"]
 
 _EPILOG = """\
 exit codes:
@@ -24,6 +33,10 @@ exit codes:
 examples:
   nvalchemi hooks list              what is installed, and whether it can be used
   nvalchemi hooks list --json       the same for a program
+  nvalchemi hooks info ema          everything about one hook
+  nvalchemi hooks explain ema,grad_clip    which is called when, and why
+  nvalchemi hooks doctor            what is wrong with this environment
+  nvalchemi hooks check grad-noise  a first look at a hook of your own
   nvalchemi hooks new grad-noise    the distribution of a hook of your own, ready to be tested
   nvalchemi checkpoint show ROOT    what a checkpoint holds, and whether it would load here
   nvalchemi checkpoint verify ROOT  whether its files are what was saved
@@ -53,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         An `ExitCode`. A command line that is not understood leaves through ``SystemExit(2)``, as argparse does.
     """
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -69,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="nvalchemi",
         description="Training hooks that compose: see what is installed, and what was saved.",
@@ -81,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     words = add_group(parser, "command")
     hooks = words.add_parser("hooks", help="installed hooks", description="Everything about installed hooks.")
     about_hooks = add_group(hooks, "hooks command")
-    hooks_list.add_to(about_hooks)
-    hooks_new.add_to(about_hooks)
+    for command in (hooks_list, hooks_info, hooks_explain, hooks_check, hooks_doctor, hooks_new):
+        command.add_to(about_hooks)
     checkpoint = words.add_parser("checkpoint", help="checkpoints", description="Everything about checkpoints.")
     commands = add_group(checkpoint, "checkpoint command")
     checkpoint_show.add_to(commands)

@@ -8,7 +8,8 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from nvalchemi.cli.checkpoint_verify import problems as problems_of_files
-from nvalchemi.cli.parsers import print_columns, printable
+from nvalchemi.cli.output import print_columns, print_json, printable
+from nvalchemi.cli.parsers import add_command
 
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
@@ -31,13 +32,12 @@ exit codes:
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the words of ``nvalchemi checkpoint``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "show",
         help="what is in a checkpoint, from which plugins, and whether it would load here",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("root", help="the folder of the checkpoint")
     parser.add_argument(
@@ -55,9 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
     shown = describe(options.root, read_manifest(options.root))
     if options.json:
-        import json
-
-        print(json.dumps(shown, indent=2))
+        print_json(shown)
     else:
         _print(shown)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nvalchemi.cli.parsers import print_columns
+from nvalchemi.cli.output import print_columns, print_json
+from nvalchemi.cli.parsers import add_command
 
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
@@ -29,13 +30,12 @@ exit codes:
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the words of ``nvalchemi checkpoint``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "verify",
         help="whether every file is what was saved",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("root", help="the folder of the checkpoint")
     parser.add_argument(
@@ -52,9 +52,7 @@ def run(options: argparse.Namespace) -> int:
     sections = [{"name": name, "problem": problem} for name, problem in found.items()]
     whole = not any(section["problem"] for section in sections)
     if options.json:
-        import json
-
-        print(json.dumps({"root": str(options.root), "whole": whole, "sections": sections}, indent=2))
+        print_json({"root": str(options.root), "whole": whole, "sections": sections})
     else:
         print_columns([("SECTION", "STATE"), *((s["name"], s["problem"] or "whole") for s in sections)])
     return 0 if whole else 1

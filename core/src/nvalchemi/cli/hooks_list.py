@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from typing import TYPE_CHECKING
 
-from nvalchemi.cli.parsers import print_columns
+from nvalchemi.cli.output import print_columns, print_json, warnings_told
+from nvalchemi.cli.parsers import add_command
 
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
@@ -36,6 +36,7 @@ environment:
   NVALCHEMI_HOOKS_DISABLE=a,b   never load these (* for all)
   NVALCHEMI_HOOKS_ALLOW=a,b     load only these
   NVALCHEMI_HOOKS_STRICT=1      in a run, every failure of a plugin is an error
+  NVALCHEMI_HOOKS_TRACE=1       after a run, print how long each hook took at each stage
 
 exit codes:
   0  listed, also when there is nothing to list
@@ -55,13 +56,12 @@ _ANY_VERSION = "any"
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the words of ``nvalchemi hooks``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "list",
         help="which hooks are installed, from which distribution, and whether they can be used",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--json",
@@ -76,15 +76,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the list; warnings go to standard error."""
     from nvalchemi.hooks.plugins.catalog import list_hooks
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_told():
         hooks = list_hooks()
-    for warning in caught:
-        print("nvalchemi: warning:", warning.message, file=sys.stderr)
     if options.json:
-        import json
-
-        print(json.dumps([{field: getattr(hook, field) for field in _FIELDS} for hook in hooks], indent=2))
+        print_json([{field: getattr(hook, field) for field in _FIELDS} for hook in hooks])
     elif not hooks:
         print(_INSTALL, end="")
     elif sys.stdout.isatty():

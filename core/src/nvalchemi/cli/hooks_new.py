@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nvalchemi.cli.parsers import add_command
+
 if TYPE_CHECKING:
     from nvalchemi.cli.parsers import Subparsers
 
@@ -34,13 +36,12 @@ _LICENSES = ("MIT", "BSD-3-Clause")
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the words of ``nvalchemi hooks``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "new",
         help="write the distribution of a hook of your own",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", help="what the hook does, in lower-case words with hyphens: grad-noise")
     parser.add_argument("--output", type=Path, metavar="DIR", help="the folder to write; by default NAME, here")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_group", "print_columns", "printable", "version_action"]
+__all__ = ["add_command", "add_group", "version_action"]
 
 
 def add_group(parser: argparse.ArgumentParser, title: str) -> Subparsers:
@@ -28,17 +28,18 @@ def version_action() -> type[argparse.Action]:
     return _Version
 
 
-def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, as wide as they need to be: for a pipe, a file, or a reader without colours."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def printable(text: object) -> str:
-    """Return a text that comes from elsewhere with everything escaped that a terminal would act upon."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(text))
+def add_command(
+    commands: Subparsers, name: str, *, help: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Add a command whose description and epilog are printed as they are written."""
+    return commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 class _Version(argparse.Action):

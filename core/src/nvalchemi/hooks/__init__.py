@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.plugins.loader import refresh_hooks as refresh_hooks
     from nvalchemi.hooks.plugins.markers import hookimpl as hookimpl
     from nvalchemi.hooks.plugins.specs import HookOffer as HookOffer
+    from nvalchemi.hooks.plugins.static import register_plugin as register_plugin
     from nvalchemi.hooks.protocols import CheckpointableHook as CheckpointableHook
     from nvalchemi.hooks.protocols import Closable as Closable
     from nvalchemi.hooks.protocols import Enterable as Enterable
@@ -64,5 +65,6 @@ __getattr__, __dir__ = door(
         "list_hooks": "nvalchemi.hooks.plugins.catalog",
         "provenance_of": "nvalchemi.metadata",
         "refresh_hooks": "nvalchemi.hooks.plugins.loader",
+        "register_plugin": "nvalchemi.hooks.plugins.static",
     },
 )

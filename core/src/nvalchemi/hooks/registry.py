@@ -15,6 +15,9 @@ from nvalchemi.hooks.protocols import Hook, RunsOnStage
 __all__ = ["HookRegistry"]
 
 
+_Call = Callable[[Any, Any], Any]
+
+
 class HookRegistry:
     """Hooks by stage.
 
@@ -50,7 +53,7 @@ class HookRegistry:
         self._owners_last = frozenset(owners_last)
         self._hooks: list[Hook] = []
         self._owners: dict[Enum, Hook] = {}
-        self._calls: dict[Enum, list[tuple[Hook, Callable[[Any, Any], Any]]]] = {stage: [] for stage in stages}
+        self._calls: dict[Enum, list[tuple[Hook, _Call]]] = {stage: [] for stage in stages}
         self._lifecycle = HookLifecycle(self.__iter__)
 
     def __iter__(self) -> Iterator[Hook]:
@@ -62,6 +65,10 @@ class HookRegistry:
     def owner(self, slot: Enum) -> Hook | None:
         """Return the hook that owns a slot, if any."""
         return self._owners.get(slot)
+
+    def hooks_at(self, stage: Enum) -> tuple[Hook, ...]:
+        """Return the hooks that a dispatch of `stage` calls, in order."""
+        return tuple(hook for hook, _ in self._calls[stage])
 
     def register(self, hook: Hook) -> None:
         """Add a hook, or refuse it.
@@ -91,6 +98,34 @@ class HookRegistry:
         call = hook if hook.frequency == 1 else _Throttled(hook)
         for stage in claimed:
             self._insert(stage, hook, call, owner=bool(owns))
+
+    def wrap_calls(self, wrap: Callable[[Hook, _Call], _Call]) -> Callable[[], None]:
+        """Put something around the call of every hook, a clock for example.
+
+        Parameters
+        ----------
+        wrap : callable
+            Gets a hook and what is called for it, and returns what is to be called instead.
+
+        Returns
+        -------
+        callable
+            Takes it away again.
+        """
+        wrapped: dict[int, tuple[_Call, _Call]] = {}
+
+        def around(hook: Hook, call: _Call) -> tuple[Hook, _Call]:
+            new = call.around(wrap) if isinstance(call, _Throttled) else wrap(hook, call)
+            wrapped[id(new)] = new, call
+            return hook, new
+
+        def undo() -> None:
+            for calls in self._calls.values():  # in which there may be more by now
+                calls[:] = [(hook, wrapped[id(call)][1] if id(call) in wrapped else call) for hook, call in calls]
+
+        for calls in self._calls.values():
+            calls[:] = [around(hook, call) for hook, call in calls]
+        return undo
 
     def last_calls(self, hook: Any) -> dict[str, int]:
         """Return at which ``step_count`` a hook with a frequency ran last, by stage; empty for all other hooks."""
@@ -165,7 +200,7 @@ class HookRegistry:
             )
         return claimed
 
-    def _insert(self, stage: Enum, hook: Hook, call: Callable[[Any, Any], Any], *, owner: bool) -> None:
+    def _insert(self, stage: Enum, hook: Hook, call: _Call, *, owner: bool) -> None:
         calls = self._calls[stage]
         owners = set(map(id, self._owners.values()))
         is_owner = [id(other) in owners for other, _ in calls]
@@ -179,10 +214,15 @@ class HookRegistry:
 class _Throttled:
     """A hook that runs at every n-th step, once per step and stage however often the stage is dispatched."""
 
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, call: _Call | None = None, last: dict[Enum, int] | None = None) -> None:
         self._hook = hook
+        self._call = call or hook
         self._every = hook.frequency
-        self.last: dict[Enum, int] = {}
+        self.last = {} if last is None else last
+
+    def around(self, wrap: Callable[[Hook, _Call], _Call]) -> _Throttled:
+        """Return the same hook, at the same steps, called through what `wrap` makes of its call."""
+        return _Throttled(self._hook, wrap(self._hook, self._call), self.last)
 
     def __call__(self, ctx: Any, stage: Enum) -> None:
         possible = ctx.possible_step_counts if isinstance(ctx, HookContext) else (ctx.step_count,)
@@ -191,7 +231,7 @@ class _Throttled:
         count = ctx.step_count
         if self._is_due(count, stage):
             self.last[stage] = count
-            self._hook(ctx, stage)
+            self._call(ctx, stage)
 
     def _is_due(self, count: int, stage: Enum) -> bool:
         return count % self._every == 0 and self.last.get(stage) != count

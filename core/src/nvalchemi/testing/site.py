@@ -18,7 +18,7 @@ from nvalchemi.hooks import refresh_hooks
 
 __all__ = ["FakeSite"]
 
-_SWITCHES = ("NVALCHEMI_HOOKS_DISABLE", "NVALCHEMI_HOOKS_ALLOW", "NVALCHEMI_HOOKS_STRICT")
+_SWITCHES = tuple(f"NVALCHEMI_HOOKS_{switch}" for switch in ("DISABLE", "ALLOW", "STRICT", "TRACE"))
 
 _PLUGIN = """
 from nvalchemi.hooks import HookOffer, hookimpl

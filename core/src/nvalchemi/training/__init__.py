@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nvalchemi.training.optimizers import OptimizerConfig as OptimizerConfig
     from nvalchemi.training.stages import TrainingStage as TrainingStage
     from nvalchemi.training.strategy import TrainingStrategy as TrainingStrategy
+    from nvalchemi.training.trace import HookTrace as HookTrace
     from nvalchemi.training.unwrap import bare_module as bare_module
     from nvalchemi.training.validation import Validation as Validation
     from nvalchemi.training.validation import ValidationResult as ValidationResult
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
+        "HookTrace": "nvalchemi.training.trace",
         "ModelSpec": "nvalchemi.training.model_spec",
         "OptimizerConfig": "nvalchemi.training.optimizers",
         "Snapshot": "nvalchemi.training.checkpoint.training",

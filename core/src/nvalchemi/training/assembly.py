@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import HookConflictError
 from nvalchemi.hooks.plugins import ActivatedHook, activate_hooks
+from nvalchemi.hooks.plugins.switches import TRACE, is_on
 from nvalchemi.hooks.registry import HookRegistry
 from nvalchemi.metadata import provenance_of
 from nvalchemi.training.hook_states import NamedHook
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
 from nvalchemi.training.hooks.update import TrainingUpdateHook, snake_case
 from nvalchemi.training.stages import TrainingStage
+from nvalchemi.training.trace import HookTrace, TraceReport
 
 if TYPE_CHECKING:
     from nvalchemi.hooks.context import TrainContext
@@ -72,12 +74,17 @@ def assemble(hooks: object, priorities: Mapping[str, int] | None, *, lazy: bool 
     activated = activate_hooks(hooks)
     orchestrator = _orchestrator(activated, priorities, lazy)
     registry = HookRegistry(TrainingStage, slots=_SLOTS, owners_last=(TrainingStage.SETUP,))
+    report = TraceReport() if is_on(TRACE) else None
+    if report is not None:
+        registry.register(report)  # first, so that it is closed last
     for one in activated:
         if not isinstance(one.hook, TrainingUpdateHook | TrainingUpdateOrchestrator):
             registry.register(one.hook)  # type: ignore[arg-type]  # the registry checks it
     taken = [slot for slot in _SLOTS if registry.owner(slot) is not None]
     empty = next(orchestrator.iter_hooks(), None) is None
     registry.register(_Remainder(orchestrator, taken) if taken and empty else orchestrator)  # type: ignore[arg-type]
+    if report is not None:
+        report.trace = HookTrace(registry).__enter__()
     return Assembly(registry, orchestrator, tuple(activated))
 
 

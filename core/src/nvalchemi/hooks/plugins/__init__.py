@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.plugins.loader import refresh_hooks as refresh_hooks
     from nvalchemi.hooks.plugins.markers import hookimpl as hookimpl
     from nvalchemi.hooks.plugins.specs import HookOffer as HookOffer
+    from nvalchemi.hooks.plugins.static import register_plugin as register_plugin
 
 __getattr__, __dir__ = door(
     __name__,
@@ -30,5 +31,6 @@ __getattr__, __dir__ = door(
         "hookimpl": "nvalchemi.hooks.plugins.markers",
         "list_hooks": "nvalchemi.hooks.plugins.catalog",
         "refresh_hooks": "nvalchemi.hooks.plugins.loader",
+        "register_plugin": "nvalchemi.hooks.plugins.static",
     },
 )

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from nvalchemi.hooks.plugins.suggest import did_you_mean
 from nvalchemi.metadata import canonical_name
 
-__all__ = ["ALLOW", "DISABLE", "STRICT", "Switches", "qualified"]
+__all__ = ["ALLOW", "DISABLE", "STRICT", "TRACE", "Switches", "is_on", "qualified"]
 
 DISABLE = "NVALCHEMI_HOOKS_DISABLE"
 ALLOW = "NVALCHEMI_HOOKS_ALLOW"
 STRICT = "NVALCHEMI_HOOKS_STRICT"
+TRACE = "NVALCHEMI_HOOKS_TRACE"
 _EVERYTHING = "*"
 _NO = frozenset({"", "0", "false", "no", "off"})
 
@@ -41,8 +42,7 @@ class Switches:
         """Read the environment variables; an empty one counts as unset."""
         disabled = _names(os.environ.get(DISABLE, ""))
         allowed = _names(os.environ.get(ALLOW, ""))
-        strict = os.environ.get(STRICT, "").strip().lower() not in _NO
-        return cls(disabled, allowed or None, strict)
+        return cls(disabled, allowed or None, is_on(STRICT))
 
     def is_disabled(self, name: str, distribution: str) -> bool:
         """Whether a hook is switched off by name."""
@@ -60,6 +60,11 @@ class Switches:
             for variable, names in ((DISABLE, self.disabled), (ALLOW, self.allowed or ()))
             for name in sorted(set(names) - known)
         ]
+
+
+def is_on(variable: str) -> bool:
+    """Whether an environment variable is set to anything but "no"."""
+    return os.environ.get(variable, "").strip().lower() not in _NO
 
 
 def qualified(distribution: str, name: str) -> str:

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import importlib_metadata
-
 from nvalchemi.hooks import HookListing, HookState, activate_hooks, list_hooks
+from nvalchemi.hooks.plugins.published import import_fault, is_bounded, missing_headers
 from nvalchemi.testing.checks.base import Checks, check, require
 
 __all__ = ["DiscoveryChecks"]
-
-_LIST_AND_IMPORT = """
-import importlib, sys
-from nvalchemi.hooks import list_hooks
-list_hooks()
-package = {module!r}.partition(".")[0]
-print(package in sys.modules, "torch" in sys.modules)
-importlib.import_module({module!r})
-print("torch" in sys.modules)
-"""
 
 
 class DiscoveryChecks(Checks):
@@ -44,39 +30,21 @@ class DiscoveryChecks(Checks):
     @check("fill in `description`, `readme`, `license` and `requires-python` under [project] in pyproject.toml.")
     def test_its_metadata_is_complete(self) -> None:
         """Whoever finds the distribution reads what it does, under which licence, and for which Python."""
-        metadata = importlib_metadata.metadata(self._listing().distribution)
-        wanted = {"Summary": ("Summary",), "License": ("License-Expression", "License", "License-File")}
-        wanted |= {"Requires-Python": ("Requires-Python",), "Description": ("Description",)}
-        missing = [name for name, headers in wanted.items() if not any(metadata.get(header) for header in headers)]
+        missing = missing_headers(self._listing().distribution)
         require(not missing, f"{self._listing().distribution} says nothing of its {', '.join(missing)}")
 
     @check('depend on the core in a range, `"nvalchemi-hooks>=0.1,<0.2"` for example.')
     def test_it_declares_the_range_of_the_core(self) -> None:
         """The versions of the core that it was made for stand in its metadata, with a lower and an upper bound."""
         listing = self._listing()
-        declared = listing.api_range
-        bounded = any(mark in declared for mark in ("<", "~=", "==")) and any(
-            mark in declared for mark in (">", "~=", "==")
-        )
-        require(bounded, f"{listing.distribution} asks for nvalchemi-hooks {declared or 'in any version'}")
+        declared = listing.api_range or "in any version"
+        require(is_bounded(listing.api_range), f"{listing.distribution} asks for nvalchemi-hooks {declared}")
 
     @check("import torch where the hook is made: inside nvalchemi_hooks() or the factory, not at the top of a module.")
     def test_listing_it_imports_no_torch(self) -> None:
         """Neither a list of what is installed nor the plugin's own module costs an import of torch."""
-        listing = self._listing()
-        module = listing.target.partition(":")[0].strip()
-        code = _LIST_AND_IMPORT.format(module=module)
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        require(done.returncode == 0, f"{module} could not be imported in a process of its own:\n{done.stderr}")
-        listed, torch_listed, torch_imported = done.stdout.split()
-        require(listed == torch_listed == "False", f"listing imports {module.partition('.')[0]} or torch")
-        require(torch_imported == "False", f"importing {module} imports torch")
+        fault = import_fault(self._listing().target)
+        require(not fault, fault)
 
     def _listing(self) -> HookListing:
         self.applies(self.entry_point is not None, "entry_point is None: the hook is not published")
