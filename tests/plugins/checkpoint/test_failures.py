@@ -212,6 +212,20 @@ def test_several_failures_are_all_told(root, strategy, gate):
     assert f"failed to write {root / 'step-00000002'}. No space left on device." in note
 
 
+def test_a_copy_that_could_not_be_written_is_let_go_of(root, strategy, gate):
+    """A failure that is kept to be reported holds no memory of the state, and so a full disk does not fill it."""
+    hook = CheckpointHook(root=root, every_steps=1)
+    made = strategy(hook, num_steps=99)
+    failure = OSError(errno.ENOSPC, "No space left on device")
+    gate.failures = [failure]
+    with hook:
+        made.train_batch(BATCHES[0])
+        with pytest.raises(CheckpointWriteError) as caught:
+            hook.flush()
+    assert caught.value.__cause__ is failure
+    assert gate.alive == 0
+
+
 def test_an_index_that_cannot_be_written_leaves_nothing_behind(root, strategy):
     """What was written aside is removed when it cannot take its place."""
     (root / "index.json").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -180,7 +181,8 @@ class CheckpointFolder:
             self._write_index()  # before: an incomplete one is passed over by who reads it
             copies.pop().write(folder)  # nobody else has it, so its memory is free once it is written
             sync_folder(self.root)
-        except BaseException:  # raised again, once the disk has back what is of no use
+        except BaseException as error:  # raised again, once memory and disk have back what is of no use
+            _let_go(error)
             with self._writer.lock:
                 self._kept.forget(name)
             if not is_complete(folder):
@@ -225,6 +227,13 @@ class CheckpointFolder:
         rest = f"the latest checkpoint is {latest}" if latest else "there is no earlier checkpoint"
         reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else repr(failure)
         return f"CheckpointHook failed to write {where}. {reason}. Training can go on; {rest}."
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames that a failure holds, the copy of the state in them; where it was raised is still known."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _foreign(root: Path, found: str, *, has_index: bool) -> str:
