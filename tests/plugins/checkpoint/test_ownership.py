@@ -89,6 +89,22 @@ def test_a_state_taken_over_while_the_hook_is_at_work_is_checked_too(root, tmp_p
     assert steps(root) == [1]
 
 
+def test_a_folder_that_another_run_has_taken_meanwhile_is_not_the_own_any_more(root, run, steps):
+    """Between two runs of one hook its folder may be removed; it is made anew, unless another run saves there now."""
+    hook = CheckpointHook(root=root, every_steps=1, keep=2)
+    made = run(hook, num_steps=3)
+    shutil.rmtree(root)
+    made.run(BATCHES)
+    assert steps(root) == [5, 6]
+    assert hook.state_dict()["kept"] == ["step-00000005", "step-00000006"]
+    hook.close()
+    shutil.rmtree(root)
+    run(CheckpointHook(root=root, every_steps=1, keep=None), num_steps=3)
+    with pytest.raises(FileExistsError):
+        made.run(BATCHES)
+    assert steps(root) == [1, 2, 3]
+
+
 def test_a_state_is_taken_over_after_what_is_being_written(root, strategy, gate, steps):
     """Going back to an earlier checkpoint waits for the writes under way, so that the record has them all."""
     hook = CheckpointHook(root=root, every_steps=1, keep=2)
