@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage, load_training
-from nvalchemi_hooks_checkpoint import CheckpointHook, latest_checkpoint
+from nvalchemi_hooks_checkpoint import CheckpointHook, best_checkpoint, latest_checkpoint
 
 BATCHES = [torch.full((2, 1), float(i)) for i in range(1, 5)]
 
@@ -46,26 +47,80 @@ def test_training_goes_on_while_a_checkpoint_is_written(root, strategy, gate, st
     assert threading.get_ident() not in gate.threads
 
 
-def test_a_second_write_waits_and_holds_no_second_copy(root, strategy, gate):
-    """A save that is due while one is being written waits before it copies; never are there two copies."""
+def test_a_second_save_waits_for_its_copy_only(root, strategy, gate):
+    """A save that is due while one is being written is copied at once: steps go on, and both are written."""
+    hook = CheckpointHook(root=root, every_steps=2, keep=None)
+    made = strategy(hook, num_steps=99)
+    gate.opened.clear()
+    with hook:
+        for _ in range(5):
+            batch(hook, made)
+        assert gate.arrived.wait(60)
+        assert (gate.copies, gate.written) == ([2, 4], [])
+        gate.opened.set()
+    assert gate.written == ["step-00000002", "step-00000004"]
+
+
+def test_a_third_save_waits_and_holds_no_third_copy(root, strategy, gate):
+    """With one being written and one waiting, a save waits before it copies; none is left out, and all are in order."""
     hook = CheckpointHook(root=root, every_steps=1, keep=None)
     made = strategy(hook, num_steps=99)
     gate.opened.clear()
     with hook:
         batch(hook, made)
-        second = threading.Thread(target=batch, args=(hook, made))
-        second.start()
-        second.join(0.3)
-        assert second.is_alive()
-        assert gate.copies == [1]
+        batch(hook, made)
+        third = threading.Thread(target=batch, args=(hook, made))
+        third.start()
+        third.join(0.3)
+        assert third.is_alive()
+        assert gate.copies == [1, 2]
         gate.opened.set()
-        second.join(60)
+        third.join(60)
         for _ in range(5):
             batch(hook, made)
-    assert gate.copies == list(range(1, 8))
-    assert gate.written == [f"step-{step:08}" for step in range(1, 8)]
-    assert gate.most_alive == 1
+    assert gate.copies == list(range(1, 9))
+    assert gate.written == [f"step-{step:08}" for step in range(1, 9)]
+    assert gate.most_alive == 2
     assert gate.alive == 0
+
+
+def test_a_validation_waits_for_no_write_on_which_nothing_hangs(root, strategy, gate):
+    """With the best still being written, a worse result and a better one are known for what they are at once."""
+    hook = CheckpointHook(root=root, best="loss", keep=1)
+    made = strategy(hook, losses=[3.0, 2.0, 4.0, 1.0], num_steps=99)
+    with hook:
+        for number in range(4):
+            batch(hook, made)
+            made.validate()
+            if number == 0:
+                hook.flush()
+                gate.opened.clear()
+        assert (gate.copies, gate.written) == ([1, 2, 4], ["step-00000001"])
+        gate.opened.set()
+    assert best_checkpoint(root) == root / "step-00000004"
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="a signal to one thread is POSIX")
+def test_an_interrupt_while_a_write_is_waited_for_loses_no_checkpoint(root, strategy, gate, steps):
+    """Ctrl-C while a save waits its turn: what was to be written is written, on the record, and found."""
+
+    class Interrupting:
+        frequency, stage = 1, TrainingStage.AFTER_BATCH
+
+        def __call__(self, ctx, stage):
+            if ctx.step_count == 3:  # the save that is about to wait
+                main = threading.main_thread().ident
+                threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+                threading.Timer(0.5, gate.opened.set).start()
+
+    hook = CheckpointHook(root=root, every_steps=1, keep=1)
+    made = strategy(Interrupting(), hook, num_steps=9)
+    gate.opened.clear()
+    with pytest.raises(KeyboardInterrupt):
+        made.run(BATCHES)
+    assert (made.step_count, steps(root)) == (3, [2])
+    assert latest_checkpoint(root).name == "step-00000002"
+    assert hook.state_dict()["kept"] == ["step-00000002"]
 
 
 def test_a_copy_that_is_written_is_let_go_of(root, strategy, gate):

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvalchemi_hooks_checkpoint.disk import best_checkpoint as best_checkpoint
+    from nvalchemi_hooks_checkpoint.disk import latest_checkpoint as latest_checkpoint
     from nvalchemi_hooks_checkpoint.hook import CheckpointHook as CheckpointHook
-    from nvalchemi_hooks_checkpoint.retention import best_checkpoint as best_checkpoint
-    from nvalchemi_hooks_checkpoint.retention import latest_checkpoint as latest_checkpoint
 
 __all__ = ["CheckpointHook", "best_checkpoint", "latest_checkpoint"]
 
@@ -23,7 +23,7 @@ __all__ = ["CheckpointHook", "best_checkpoint", "latest_checkpoint"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "hook" if name == "CheckpointHook" else "retention"  # looking for a checkpoint needs no torch
+    module = "hook" if name == "CheckpointHook" else "disk"  # looking for a checkpoint needs no torch
     value = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 from nvalchemi.errors import CheckpointWriteError
 from nvalchemi.training import take_snapshot
-from nvalchemi_hooks_checkpoint.retention import (
+from nvalchemi_hooks_checkpoint.disk import (
     complete_checkpoints,
+    is_complete,
     latest_checkpoint,
+    make_folder,
+    read_index,
     remove_checkpoint,
     remove_incomplete,
+    sync_folder,
     write_index,
 )
-from nvalchemi_hooks_checkpoint.writer import Save
 
 if TYPE_CHECKING:
     from nvalchemi_hooks_checkpoint.retention import Retention
@@ -27,8 +34,17 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointFolder"]
 
 
+class Snapshot(Protocol):
+    """A copy of the state of a run that can be written by another thread while the run goes on."""
+
+    def write(self, root: Path) -> object:
+        """Write it as a checkpoint into the folder `root`."""
+
+
 class CheckpointFolder:
     """Saves runs into one folder.
+
+    The record is changed by who trains, at a save, and by the writer, once it is clear what became of it.
 
     Parameters
     ----------
@@ -37,7 +53,7 @@ class CheckpointFolder:
     kept : Retention
         Which of its checkpoints are kept.
     writer : Writer
-        Who writes.
+        Who writes; by its lock the record is held.
     on_error : {"raise", "warn"}
         What becomes of a write that failed.
 
@@ -46,8 +62,7 @@ class CheckpointFolder:
     _in_use: ClassVar[WeakValueDictionary[Path, CheckpointFolder]] = WeakValueDictionary()
 
     def __init__(self, root: Path, kept: Retention, writer: Writer, *, on_error: str) -> None:
-        self.root, self.kept, self.writer, self.on_error = root, kept, writer, on_error
-        self._save: Save | None = None  # the one that the writer has, or had
+        self.root, self._kept, self._writer, self._on_error = root, kept, writer, on_error
         self._is_claimed = False
 
     def claim(self) -> None:
@@ -67,19 +82,21 @@ class CheckpointFolder:
             )
         if self._is_claimed:
             return
-        self.root.mkdir(parents=True, exist_ok=True)
-        if self.kept.claimed:
+        make_folder(self.root)
+        index = read_index(self.root)
+        if self._kept.folder is not None and self._kept.folder == index.get("folder"):
             remove_incomplete(self.root)  # what a killed run left half written, or half removed
         elif found := complete_checkpoints(self.root):
-            raise FileExistsError(
-                f"CheckpointHook: root {self.root} holds checkpoints of another run, {found[-1]} for example, which "
-                "this run would overwrite. To go on with that one, load it before training: "
-                "load_training(latest_checkpoint(root), strategy). Else give another root, or remove this one."
-            )
-        self.kept.claimed = self._is_claimed = True
+            raise FileExistsError(_foreign(self.root, found[-1], has_index=bool(index)))
+        else:
+            self._kept.begin(secrets.token_hex(8))  # from the system: no generator of the run is drawn from
+        self._is_claimed = True
 
     def save(self, run: Any, step: int, *, best_value: float | None = None) -> None:
         """Save a run as it is now, unless its step is saved already; return when it is copied.
+
+        There are never more than two copies: where one is being written and another waits for it, a third is taken
+        when the first is written.
 
         Parameters
         ----------
@@ -90,75 +107,144 @@ class CheckpointFolder:
         best_value : float, optional
             If it is the best so far: its value.
         """
-        if self.kept.holds(step):
+        if self.holds(step):
             return
         self.claim()
-        self.flush()
-        name = self.kept.add(step, best_value=best_value)
+        self._writer.wait(leave=1)
+        self._report()
+        with self._writer.lock:
+            name = self._kept.add(step, best_value=best_value)
         try:
-            snapshot = take_snapshot(run)
+            copies: list[Snapshot] = [take_snapshot(run)]
         except BaseException:  # raised again: nothing was saved, so nothing is recorded
-            self.kept.withdraw(name)
+            with self._writer.lock:
+                self._kept.forget(name)
             raise
-        surplus = [self.root / one for one in self.kept.surplus()]
-        self._save = Save(snapshot, self.root / name, surplus, self.kept.state())
-        self.writer.submit(self._save)
+        self._writer.submit(partial(self._write, name, copies), self.root / name)
+
+    def holds(self, step: int) -> bool:
+        """Return whether the last save was that of `step`."""
+        with self._writer.lock:
+            return self._kept.holds(step)
 
     def is_better(self, value: float) -> bool:
-        """Return whether a value is better than that of every checkpoint; wait for one of which that is not sure."""
-        if self._save is not None and self.kept.best == self._save.folder.name:
-            self.flush()  # it may have failed, and then the value before counts
-        return self.kept.improves(value)
+        """Return whether a value is better than that of every checkpoint; wait if that hangs on one not yet written."""
+        with self._writer.lock:
+            is_sure = self._kept.is_sure(value)
+        if not is_sure:
+            self.flush()
+        with self._writer.lock:
+            return self._kept.improves(value)
 
-    def mark_best(self, value: float) -> None:
-        """Put the last one down as the best."""
-        self.kept.mark(value)
-        self.writer.submit(partial(write_index, self.root, self.kept.state()))
+    def mark_best(self, step: int, value: float) -> None:
+        """Put the last one, of `step`, down as the best, unless its write has just failed."""
+        with self._writer.lock:
+            if self._kept.holds(step):
+                self._kept.mark(value)
+            is_written = not self._kept.unwritten
+        if is_written:  # else the index is written after it
+            self._writer.submit(self._write_index, self.root)
+
+    def state(self) -> dict[str, Any]:
+        """Return which checkpoints there are, and how good they are."""
+        with self._writer.lock:
+            return self._kept.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a record, as far as it is that of this folder; wait for what is to be written there first."""
+        self._writer.wait()
+        self._kept.load(state, index=read_index(self.root), complete=complete_checkpoints(self.root))
+        self._is_claimed = False
 
     def flush(self) -> None:
-        """Wait for the write that is under way; complain if it failed."""
-        failure = self.writer.wait()
-        save, self._save = self._save, None
-        if save is not None:
-            for folder in save.removed:
-                self.kept.forget(folder.name)
-            if not save.written:
-                self.kept.withdraw(save.folder.name)
-                with suppress(OSError):  # the next save writes it again, and until then it names one that is not there
-                    write_index(self.root, self.kept.state())
-        if failure is not None:
-            self._complain(failure, save.folder if save is not None and not save.written else self.root)
+        """Wait for what is to be written; complain if it failed."""
+        self._writer.wait()
+        self._report()
 
     def close(self) -> None:
         """Finish what is to be written and removed, and let others have the folder."""
         try:
             self.flush()
-            self._tidy()
+            if self._kept.surplus():  # one that was the best when the last was written, and is not any more
+                self._writer.submit(self._tidy, self.root)
+                self.flush()
         finally:
-            self.writer.close()
+            self._writer.close()
             self._is_claimed = False
             if self._in_use.get(self.root) is self:
                 del self._in_use[self.root]
 
-    def _tidy(self) -> None:
-        """Remove what the last write did not: one that was the best and is not any more."""
-        surplus = self.kept.surplus()
+    def _write(self, name: str, copies: list[Snapshot]) -> None:
+        """Write a copy and remove what it makes superfluous; the writer does this."""
+        folder = self.root / name
         try:
-            for name in surplus:
-                remove_checkpoint(self.root / name)
-                self.kept.forget(name)
-            if surplus:
-                write_index(self.root, self.kept.state())
-        except OSError as failure:
-            self._complain(failure, self.root)
+            self._write_index()  # before: an incomplete one is passed over by who reads it
+            copies.pop().write(folder)  # nobody else has it, so its memory is free once it is written
+            sync_folder(self.root)
+        except BaseException as error:  # raised again, once memory and disk have back what is of no use
+            _let_go(error)
+            with self._writer.lock:
+                self._kept.forget(name)
+            if not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # the next save writes it again, and until then it names one that is not there
+                self._write_index()
+            raise
+        with self._writer.lock:
+            self._kept.written(name)
+        self._tidy()
 
-    def _complain(self, failure: BaseException, where: Path) -> None:
+    def _tidy(self) -> None:
+        """Remove what is superfluous, and write down what is left."""
+        with self._writer.lock:
+            surplus = self._kept.surplus()
+        for name in surplus:
+            remove_checkpoint(self.root / name)
+            with self._writer.lock:
+                self._kept.forget(name)
+        self._write_index()
+
+    def _write_index(self) -> None:
+        write_index(self.root, self.state())
+
+    def _report(self) -> None:
+        """Complain of what failed: of each by a warning, or of the first by an error with notes on the others."""
+        failed = [(self._complaint(path, failure), failure) for path, failure in self._writer.failures()]
+        if self._on_error == "warn":
+            for complaint, _ in failed:
+                warnings.warn(complaint, RuntimeWarning, stacklevel=2)
+        elif failed:
+            complaint, failure = failed[0]
+            error = CheckpointWriteError(complaint)
+            error.errno = failure.errno if isinstance(failure, OSError) else None
+            for later, _ in failed[1:]:
+                error.add_note(later)
+            raise error from failure
+
+    def _complaint(self, path: Path, failure: BaseException) -> str:
+        where = self.root if is_complete(path) else path
         latest = latest_checkpoint(self.root)
         rest = f"the latest checkpoint is {latest}" if latest else "there is no earlier checkpoint"
         reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else repr(failure)
-        message = f"CheckpointHook failed to write {where}. {reason}. Training can go on; {rest}."
-        if self.on_error == "raise":
-            error = CheckpointWriteError(message)
-            error.errno = failure.errno if isinstance(failure, OSError) else None
-            raise error from failure
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return f"CheckpointHook failed to write {where}. {reason}. Training can go on; {rest}."
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames that a failure holds, the copy of the state in them; where it was raised is still known."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _foreign(root: Path, found: str, *, has_index: bool) -> str:
+    if not has_index:
+        return (
+            f"CheckpointHook: root {root} holds checkpoints, {found} for example, but no index.json that says of which "
+            "run they are, and this run would overwrite them. Give another root, also to go on with that run: its "
+            "checkpoints can be loaded. Or remove this one."
+        )
+    return (
+        f"CheckpointHook: root {root} holds checkpoints of another run, {found} for example, which this run would "
+        "overwrite. To go on with that one, load it before training: load_training(latest_checkpoint(root), strategy). "
+        "Else give another root, or remove this one."
+    )

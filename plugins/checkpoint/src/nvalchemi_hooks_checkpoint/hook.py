@@ -31,8 +31,9 @@ class CheckpointHook:
     """Save a run while it trains: the last `keep` checkpoints and the best one.
 
     Each is a folder ``root/step-00000030`` of its own that `nvalchemi.training.load_training` loads. Training waits for
-    a copy of the state; the copy is written by another thread. A write that is due while another is under way waits for
-    it, so there is never more than one copy. Only rank 0 saves.
+    a copy of the state; the copy is written by another thread. A save that is due while one is being written is copied
+    and written after it. Only a third waits, so there are never more than two copies, and every save that is due is
+    made. Only rank 0 saves.
 
     A step is saved once: a batch whose step was vetoed saves nothing, and neither does one in an open window, whose
     gradients belong to a step that is still to come.
@@ -40,7 +41,8 @@ class CheckpointHook:
     Parameters
     ----------
     root : str or path
-        The folder of the checkpoints. It must not hold those of another run.
+        The folder of the checkpoints. It must not hold those of another run; a run that goes on from a checkpoint may
+        save where that one is, wherever it was moved to, or in a new folder.
     every_steps, every_epochs : int, optional
         Save after so many executed steps, epochs, or both; at least 1. An epoch that ends in an open window is saved
         after the next step.
@@ -57,7 +59,7 @@ class CheckpointHook:
     asynchronous : bool
         If False, training waits until a checkpoint is written.
     on_error : {"raise", "warn"}
-        What becomes of a write that failed, at the next save, or when the hook is closed.
+        What becomes of a write that failed, at a later save, or when the hook is closed.
 
     Raises
     ------
@@ -66,8 +68,8 @@ class CheckpointHook:
     FileExistsError
         When training begins: `root` holds the checkpoints of another run.
     CheckpointWriteError
-        An ``OSError``, at the save after it or at the end: a checkpoint could not be written. Earlier ones are as they
-        were, and training can go on.
+        An ``OSError``, at a later save or at the end: a checkpoint could not be written. Earlier ones are as they were,
+        and training can go on.
 
     Examples
     --------
@@ -121,9 +123,9 @@ class CheckpointHook:
             raise ValueError(
                 "CheckpointHook would save nothing while the run lasts; give every_steps, every_epochs or best."
             )
-        self._kept = Retention(keep=self.keep, metric=self.best, mode=self.best_mode)
+        kept = Retention(keep=self.keep, metric=self.best, mode=self.best_mode)
         writer = Writer(asynchronous=self.asynchronous)
-        self._folder = CheckpointFolder(self.root, self._kept, writer, on_error=self.on_error)
+        self._folder = CheckpointFolder(self.root, kept, writer, on_error=self.on_error)
         self._window_open = self._overdue = self._entered = False
 
     def _runs_on_stage(self, stage: TrainingStage) -> bool:
@@ -148,12 +150,12 @@ class CheckpointHook:
             self.flush()  # outside a run nobody else would hear of a failure
 
     def flush(self) -> None:
-        """Wait for the write that is under way, if any.
+        """Wait for what is still to be written.
 
         Raises
         ------
         CheckpointWriteError
-            It failed; with ``on_error="warn"`` this is a warning.
+            A write failed; with ``on_error="warn"`` this is a warning.
         """
         self._folder.flush()
 
@@ -177,18 +179,18 @@ class CheckpointHook:
             error.add_note(str(failure))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints there are, and which is the best."""
-        return self._kept.state()
+        """Return which checkpoints there are, and how good they are."""
+        return self._folder.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a record, as far as its checkpoints are in `root`.
+        """Take over a record, if it is that of `root`, as far as its checkpoints are there.
 
         Raises
         ------
         ValueError
             It is not what `state_dict` returned; nothing is changed.
         """
-        self._kept.load(state, self.root)
+        self._folder.load(state)
 
     def _after_batch(self, ctx: TrainContext) -> None:
         self._window_open = not ctx.window_complete
@@ -215,8 +217,8 @@ class CheckpointHook:
         value = float(result[metric])
         if not self._folder.is_better(value):
             return
-        if self._kept.holds(ctx.step_count):
-            self._folder.mark_best(value)
+        if self._folder.holds(ctx.step_count):
+            self._folder.mark_best(ctx.step_count, value)
         elif not self._window_open:  # after it, the weights are no longer those that were validated
             self._save(ctx, best_value=value)
 

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "Retention",
-    "best_checkpoint",
-    "checkpoint_name",
-    "complete_checkpoints",
-    "is_complete",
-    "latest_checkpoint",
-    "remove_checkpoint",
-    "write_index",
-]
+__all__ = ["Retention", "best_of", "checked_state", "checkpoint_name", "step_of"]
 
-INDEX = "index.json"
-_MANIFEST = "manifest.json"  # a checkpoint is complete when this is there: it is the last to be written
-_STATE = ("claimed", "kept", "best", "best_value", "metric", "mode")
+_STATE = ("folder", "kept", "values", "metric", "mode")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -37,77 +22,23 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint that was written to its end."""
-    return (folder / _MANIFEST).is_file()
+def step_of(name: str) -> int | None:
+    """Return the step of a folder's name, or None if it is not that of a checkpoint.
 
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; its manifest first, so that half of it is never taken for one."""
-    if folder.exists():
-        (folder / _MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-
-
-def remove_incomplete(root: Path) -> None:
-    """Remove folders of checkpoints that were not written, or not removed, to the end."""
-    for path in root.glob("step-*"):
-        if _NAME.fullmatch(path.name) and not is_complete(path):
-            remove_checkpoint(path)
-    for path in root.glob(f".{INDEX}.*"):
-        path.unlink(missing_ok=True)
-
-
-def complete_checkpoints(root: Path) -> list[str]:
-    """Return the names of the complete checkpoints in `root`, by their steps."""
-    found = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and is_complete(path))
-    return [path.name for path in sorted(found, key=lambda path: _step(path.name))]
-
-
-def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint in `root` that was written last, or None if there is none that is complete.
-
-    That is not the one of the highest step where a run was taken up again from an earlier one.
-
-    Parameters
-    ----------
-    root : str or path
-        The folder of a `CheckpointHook`; it need not exist.
-
-    Examples
-    --------
-    >>> latest_checkpoint("no/such/folder") is None
-    True
+    >>> step_of("step-00000030"), step_of("step-30")
+    (30, None)
     """
-    folder = Path(root)
-    complete = complete_checkpoints(folder)
-    written = [name for name in _read_index(folder).get("kept", ()) if name in complete]
-    order = written or complete
-    return folder / order[-1] if order else None
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
-def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the best checkpoint in `root`, or None if there is none.
+def best_of(names: Sequence[str], values: Collection[str]) -> str | None:
+    """Return the best of some names in the order of saving: the last with a value, as each is better than the before.
 
-    Parameters
-    ----------
-    root : str or path
-        The folder of a `CheckpointHook` with `best`; it need not exist.
-
-    Examples
-    --------
-    >>> best_checkpoint("no/such/folder") is None
-    True
+    >>> best_of(["step-00000010", "step-00000020", "step-00000030"], {"step-00000010": 0.5, "step-00000020": 0.4})
+    'step-00000020'
     """
-    best = _read_index(Path(root)).get("best")
-    return Path(root) / best if best is not None and is_complete(Path(root) / best) else None
-
-
-def write_index(root: Path, state: Mapping[str, Any]) -> None:
-    """Write which checkpoints are kept, in the order of writing, and which is the best; aside, then in its place."""
-    aside = root / f".{INDEX}.{os.getpid()}"
-    aside.write_text(json.dumps(dict(state), indent=1) + "\n", encoding="utf-8")
-    aside.replace(root / INDEX)
+    return next((name for name in reversed(names) if name in values), None)
 
 
 class Retention:
@@ -124,29 +55,40 @@ class Retention:
 
     Attributes
     ----------
+    folder : str, optional
+        The mark of the folder that this is the record of, which its index bears too: by it a run knows its folder
+        again, wherever that was moved to.
     names : list of str
-        The checkpoints in the order of writing.
-    best : str, optional
-        The best of them, of the value `best_value`.
-    claimed : bool
-        The folder belongs to this run.
+        The checkpoints in the order of saving, with those that are still to be written.
+    values : dict of str to float
+        The metric of those that were the best when they were saved.
+    unwritten : set of str
+        Those still to be written, or to fail.
 
     Examples
     --------
     >>> record = Retention(keep=1, metric="loss", mode="min")
-    >>> record.add(10, best_value=0.5), record.add(20), record.add(30)
-    ('step-00000010', 'step-00000020', 'step-00000030')
+    >>> for step, value in (10, 0.5), (20, None), (30, None):
+    ...     record.written(record.add(step, best_value=value))
     >>> record.surplus(), record.best
     (['step-00000020'], 'step-00000010')
     """
 
     def __init__(self, *, keep: int | None, metric: str | None, mode: str) -> None:
         self._keep, self._metric, self._mode = keep, metric, mode
-        self.claimed = False
+        self.begin(None)
+
+    def begin(self, folder: str | None) -> None:
+        """Begin the record of a folder that holds nothing yet."""
+        self.folder = folder
         self.names: list[str] = []
-        self.best: str | None = None
-        self.best_value: float | None = None
-        self._best_before: tuple[str | None, float | None] = (None, None)  # should the last one fail
+        self.values: dict[str, float] = {}
+        self.unwritten: set[str] = set()
+
+    @property
+    def best(self) -> str | None:
+        """The best, written or not."""
+        return best_of(self.names, self.values)
 
     def holds(self, step: int) -> bool:
         """Return whether the last save was that of `step`."""
@@ -154,90 +96,106 @@ class Retention:
 
     def improves(self, value: float) -> bool:
         """Return whether a value of the metric is better than the best so far; nan never is."""
-        if self.best_value is None:
-            return not math.isnan(value)
-        return value < self.best_value if self._mode == "min" else value > self.best_value
+        return self._beats(value, self.best)
+
+    def is_sure(self, value: float) -> bool:
+        """Return whether `improves` says the same whatever becomes of those still to be written."""
+        return self._beats(value, self.best) == self._beats(value, best_of(self._written(), self.values))
 
     def add(self, step: int, *, best_value: float | None = None) -> str:
         """Put a step down as the last one, with its value if it is the best, and return its name."""
         name = checkpoint_name(step)
-        if name in self.names:  # of a run that was given up for this one
-            self.names.remove(name)
-            if self.best == name:
-                self.best = self.best_value = None
+        self.forget(name)  # of a run that was given up for this one
         self.names.append(name)
-        self._best_before = self.best, self.best_value
+        self.unwritten.add(name)
         if best_value is not None:
-            self.mark(best_value)
+            self.values[name] = best_value
         return name
 
     def mark(self, value: float) -> None:
         """Put the last one down as the best."""
-        self.best, self.best_value = self.names[-1], value
+        self.values[self.names[-1]] = value
 
-    def withdraw(self, name: str) -> None:
-        """Forget one that could not be written."""
-        self.names.remove(name)
-        if self.best == name:
-            self.best, self.best_value = self._best_before
+    def written(self, name: str) -> None:
+        """Put one down as complete."""
+        self.unwritten.discard(name)
 
     def surplus(self) -> list[str]:
-        """Return what is neither among the last nor the best."""
-        recent = self.names if self._keep is None else self.names[-self._keep :]
-        return [name for name in self.names if name not in recent and name != self.best]
+        """Return what is complete, and neither among the last that are nor the best of them."""
+        written = self._written()
+        recent = written if self._keep is None else written[-self._keep :]
+        best = best_of(written, self.values)
+        return [name for name in written if name not in recent and name != best]
 
     def forget(self, name: str) -> None:
-        """Forget one that was removed."""
-        self.names.remove(name)
+        """Forget one that could not be written, or was removed."""
+        if name in self.names:
+            self.names.remove(name)
+        self.values.pop(name, None)
+        self.unwritten.discard(name)
 
     def state(self) -> dict[str, Any]:
         """Return the record as plain data."""
-        best = {"best": self.best, "best_value": self.best_value, "metric": self._metric, "mode": self._mode}
-        return {"claimed": self.claimed, "kept": list(self.names), **best}
+        names = {"folder": self.folder, "kept": list(self.names), "values": dict(self.values)}
+        return {**names, "metric": self._metric, "mode": self._mode}
 
-    def load(self, state: Mapping[str, Any], root: Path) -> None:
-        """Take over a record, as far as its checkpoints are in `root`.
+    def load(self, state: Mapping[str, Any], *, index: Mapping[str, Any], complete: Sequence[str]) -> None:
+        """Take over a record, as far as it is that of this folder.
 
         What was written there after it, by a run that was given up for this one, is taken over too, as the oldest. A
-        best by another metric is no longer the best.
+        best by another metric is no longer the best. Of another folder nothing is taken over.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state` returned.
+        index : mapping
+            What the index in the folder says; empty if there is none.
+        complete : sequence of str
+            The complete checkpoints in the folder.
 
         Raises
         ------
         ValueError
             It is not what `state` returns; nothing is changed.
         """
-        kept, complete = _checked(state), complete_checkpoints(root)
-        abandoned = [name for name in complete if name not in kept] if state["claimed"] else []
-        self.claimed = state["claimed"]
-        self.names = abandoned + [name for name in kept if name in complete]
-        self.best = self.best_value = None
-        if (state["metric"], state["mode"]) == (self._metric, self._mode) and state["best"] in complete:
-            self.best, self.best_value = state["best"], state["best_value"]
-        self._best_before = self.best, self.best_value
+        kept = checked_state(state)
+        if state["folder"] is None or state["folder"] != index.get("folder"):
+            self.begin(None)
+            return
+        self.begin(state["folder"])
+        self.names = [name for name in complete if name not in kept] + [name for name in kept if name in complete]
+        if (state["metric"], state["mode"]) == (self._metric, self._mode):
+            self.values = {name: value for name, value in state["values"].items() if name in self.names}
+
+    def _written(self) -> list[str]:
+        return [name for name in self.names if name not in self.unwritten]
+
+    def _beats(self, value: float, best: str | None) -> bool:
+        if best is None:
+            return not math.isnan(value)
+        return value < self.values[best] if self._mode == "min" else value > self.values[best]
 
 
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))
+def checked_state(state: Any) -> list[str]:
+    """Return the names in a record, once it is certain to be one.
 
-
-def _read_index(root: Path) -> dict[str, Any]:
-    try:
-        index = json.loads((root / INDEX).read_text(encoding="utf-8"))
-        _checked(index)
-    except (OSError, ValueError):  # it helps to find checkpoints, they can do without
-        return {}
-    return dict(index)
-
-
-def _checked(state: Any) -> list[str]:
+    Raises
+    ------
+    ValueError
+        It is not what `Retention.state` returns.
+    """
     expected = f"give what CheckpointHook.state_dict() returned: {', '.join(_STATE)}"
-    if not isinstance(state, Mapping) or set(state) != set(_STATE) or type(state["claimed"]) is not bool:
+    if not isinstance(state, Mapping) or set(state) != set(_STATE):
         raise ValueError(f"CheckpointHook: the state is {state!r}; {expected}.")
-    kept, best, value = state["kept"], state["best"], state["best_value"]
-    names = isinstance(kept, list) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in kept)
-    fits = best is None and value is None or best in kept and isinstance(value, float)
-    if not names or not fits:
+    folder, kept, values = state["folder"], state["kept"], state["values"]
+    fits = (folder is None or isinstance(folder, str)) and isinstance(kept, list) and isinstance(values, Mapping)
+    if (
+        not fits
+        or not all(isinstance(name, str) and step_of(name) is not None for name in kept)
+        or not all(name in kept and isinstance(value, float) for name, value in values.items())
+    ):
         raise ValueError(
-            f"CheckpointHook: in the state kept is {kept!r}, best {best!r} and best_value {value!r}; {expected}."
+            f"CheckpointHook: in the state folder is {folder!r}, kept {kept!r} and values {values!r}; {expected}."
         )
     return list(kept)
