@@ -18,6 +18,12 @@ from nvalchemi.training import HookTrace, OptimizerConfig, TrainingStage, Traini
 from nvalchemi.training.hooks import PassThrough, TrainingUpdateHook, TrainingUpdateOrchestrator
 
 
+@pytest.fixture(autouse=True)
+def unasked(monkeypatch):
+    """Whoever runs these tests with a trace of everything does not trace twice."""
+    monkeypatch.delenv("NVALCHEMI_HOOKS_TRACE", raising=False)
+
+
 class HalfLoss(BaseModel, TrainingUpdateHook):
     """An update hook with methods, and pydantic's own ideas about attributes."""
 
@@ -135,9 +141,8 @@ def calls_of_two_batches(run):
     return called
 
 
-def test_what_is_not_traced_pays_nothing(monkeypatch):
+def test_what_is_not_traced_pays_nothing():
     """Before, after and without a trace training makes exactly the same calls, none of them in the tracer."""
-    monkeypatch.delenv("NVALCHEMI_HOOKS_TRACE", raising=False)
     hooks = lambda: (HalfLoss(), Whole(), Every2(), plain)  # noqa: E731 - new ones, each time
     untouched, traced = strategy(*hooks()), strategy(*hooks())
     classes = [type(hook) for hook in traced.hooks]
