@@ -35,6 +35,8 @@ ARGUMENTS = {
     "loss_scaling": lambda case, folder: {"growth_interval": 2, "init_scale": 1024.0},
     "mixed_precision": lambda case, folder: {"precision": case.precision, **SCALING.get(case.precision, {})},
 }
+# What in a hook's state says which run it is, not how far it is: equal runs differ there.
+RUN_MARKS = {"checkpoint": ("folder",)}
 SCALING = {"fp16": {"growth_interval": 2, "init_scale": 1024.0}}
 
 
@@ -152,7 +154,7 @@ def before(case: Case, folder: Path) -> None:
     """Train straight, and in a second run up to the stop."""
     straight = make_strategy(case, folder / "straight", SaveAt(-1, folder))
     straight.run(make_loader())
-    torch.save(straight.state_dict(), folder / f"{case}.straight.pt")
+    torch.save(_end_of(straight), folder / f"{case}.straight.pt")
     stopped = make_strategy(case, folder / "stopped", SaveAt(MOMENTS[case.moment], folder / str(case)))
     if case.moment == "first":
         save_training(folder / str(case), stopped)
@@ -170,7 +172,15 @@ def after(case: Case, folder: Path) -> None:
     _seed(99)
     load_training(folder / str(case), resumed)
     resumed.run(make_loader())
-    torch.save(resumed.state_dict(), folder / f"{case}.resumed.pt")
+    torch.save(_end_of(resumed), folder / f"{case}.resumed.pt")
+
+
+def _end_of(strategy: TrainingStrategy) -> dict:
+    state = strategy.state_dict()
+    for hook in state["hooks"].values():
+        for mark in RUN_MARKS.get(hook["name"], ()):
+            del hook["state"][mark]
+    return state
 
 
 def _seed(number: int) -> None:

@@ -11,6 +11,7 @@ class TestCheckpointHook(HookConformance):
     factory = CheckpointHook
     stateful = True
     supports_cuda = True
+    run_marks = ("folder",)
 
     @property
     def arguments(self):

@@ -62,6 +62,8 @@ class HookConformance(
         It is meant to work on a GPU, and is tried where there is one.
     host_reads : int
         How often a step with this hook waits for the device, besides the one read that all hooks share.
+    run_marks : tuple of str
+        Keys of its state that say which run it is and not how far it is: runs that are equal differ there.
     expected_failures : mapping of str to str
         A check that fails, and why that is known. It is strict: one that passes is a failure.
 

@@ -67,6 +67,7 @@ class Checks:
     low_precision: ClassVar[bool] = True
     supports_cuda: ClassVar[bool] = False
     host_reads: ClassVar[int] = 0
+    run_marks: ClassVar[tuple[str, ...]] = ()
     expected_failures: ClassVar[Mapping[str, str]] = {}
 
     folder: Path
@@ -90,6 +91,10 @@ class Checks:
         return x, poison(y)
 
     # For the checks.
+
+    def progress_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state of the hook without what only says which run it is."""
+        return {name: value for name, value in state.items() if name not in self.run_marks}
 
     def fresh_hook(self) -> Any:
         """Return a hook whose `folder` is its own."""

@@ -92,7 +92,13 @@ class DecisionChecks(Checks):
             hook = self.fresh_hook()
             batches = self.batches(6, vetoed=[4])
             strategy = self.trained(_DefersVeto(2), hook, batches=batches, optimizer_configs=config, lazy=lazy)
-            ends.append({"weights": weights_of(strategy), "state": state_of(hook), "steps": strategy.step_count})
+            ends.append(
+                {
+                    "weights": weights_of(strategy),
+                    "state": self.progress_in(state_of(hook)),
+                    "steps": strategy.step_count,
+                }
+            )
         difference = first_difference(ends[0], ends[1], "run")
         require(not difference, f"with an eager and with a lazy outcome {difference}")
 

@@ -101,7 +101,10 @@ class StateChecks(Checks):
         if state is not None:
             strategy.load_state_dict(state)
         strategy.run(self.batches(_BATCHES, vetoed=[3]))
-        return {part: value for part, value in strategy.state_dict().items() if part != "position"}
+        end = {part: value for part, value in strategy.state_dict().items() if part != "position"}
+        for record in end["hooks"].values():
+            record.update({"state": self.progress_in(record["state"])} if "state" in record else {})
+        return end
 
     def _goes_round(self, hook: Any) -> None:
         state = hook.state_dict()
