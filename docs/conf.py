@@ -1,7 +1,14 @@
 """How the site is built: `tox -e docs`, or `sphinx-build docs build/site`."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+from nvalchemi.official import OFFICIAL_HOOKS
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
@@ -10,7 +17,7 @@ author = "nvalchemi-hooks contributors"
 copyright = author  # noqa: A001 - what Sphinx calls it
 release = (Path(__file__).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "stage_diagram"]
 exclude_patterns = ["_extensions", "examples/third-party-hook/CHANGELOG.md"]
 
 # The pages are Markdown as a code host shows it: the same links work there and here.
@@ -18,6 +25,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 # The reference comes from docstrings. What has none is left out, and tests/docs/test_site.py says so.
+autodoc_default_options = {"exclude-members": "model_config, model_post_init"}  # how pydantic is told, not what a user calls
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 default_role = "py:obj"  # `name` in a docstring is a link where there is something to link to
@@ -28,3 +36,13 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = f"{project} {release}"
+
+
+def setup(app: Sphinx) -> None:
+    """Describe official hooks on the pages of their plugins, not at every door that re-exports them."""
+    official = {hook.class_name for hook in OFFICIAL_HOOKS}
+
+    def skipped(_app: Sphinx, what: str, name: str, *_: Any) -> bool | None:
+        return True if what == "module" and name in official else None
+
+    app.connect("autodoc-skip-member", skipped)
