@@ -25,7 +25,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 # The reference comes from docstrings. What has none is left out, and tests/docs/test_site.py says so.
-autodoc_default_options = {"exclude-members": "model_config, model_post_init"}  # how pydantic is told, not what a user calls
+autodoc_default_options = {"exclude-members": "model_config, model_post_init"}  # pydantic calls these, no user does
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 default_role = "py:obj"  # `name` in a docstring is a link where there is something to link to

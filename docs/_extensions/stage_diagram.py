@@ -1,4 +1,4 @@
-"""The directive ``stage-diagram``: the training loop, drawn from the docstring of `TrainingStage` when the site is built."""
+"""The directive ``stage-diagram``: the training loop, drawn from the docstring of `TrainingStage` at every build."""
 
 from __future__ import annotations
 
@@ -71,21 +71,23 @@ def drawn(loop: list[Row], link: str) -> str:
         x, y = 4 + INDENT * row.level, LINE * place + 4
         if row.text.startswith("for each"):
             inner = next((n for n, other in enumerate(loop[place + 1 :]) if other.level <= row.level), len(loop))
-            parts.append(_box(x - 2, y, WIDTH - x - 2 * row.level - 4, LINE * (inner + 1), "none", dash="4 3"))
+            parts.append(
+                _box(x - 2, y, WIDTH - x - 2 * row.level - 4, LINE * (inner + 1) - row.level, "none", dash="4 3")
+            )
         parts += _stage(row, x, y, link) if row.is_stage else [_text(x + 6, y, row.text, "font-style='italic'")]
         parts.append(_text(NOTES_AT, y, row.note, "opacity='0.75'"))
     return "\n".join([*parts, "</svg>"])
 
 
 def _stage(row: Row, x: int, y: int, link: str) -> list[str]:
-    fill = "var(--color-brand-content)" if row.note.startswith("slot") else "currentColor"
+    fill = "var(--color-brand-content)" if row.note.startswith("slot") else "none"
     name = _text(x + 8, y, row.text, "font-family='var(--font-stack--monospace)'")
-    return [f'<a href="{link}{row.text}">', _box(x, y + 2, 9 * len(row.text) + 14, LINE - 5, fill), name, "</a>"]
+    return [f'<a href="{link}{row.text}">', _box(x, y + 3, 8 * len(row.text) + 16, LINE - 7, fill), name, "</a>"]
 
 
 def _box(x: int, y: int, width: int, height: int, fill: str, dash: str = "") -> str:
     return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="5" fill="{fill}" fill-opacity="0.15" '
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="5" fill="{fill}" fill-opacity="0.25" '
         f'stroke="currentColor" stroke-opacity="0.4" stroke-dasharray="{dash}"/>'
     )
 
