@@ -25,7 +25,7 @@ DOORS = ["nvalchemi.errors", "nvalchemi.hooks", "nvalchemi.testing", "nvalchemi.
 PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 MODULES = [*DOORS, *(f"nvalchemi_hooks_{name.replace('-', '_')}" for name in PLUGINS)]
 PUBLIC = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
-PAGES = [path.read_text(encoding="utf-8") for path in [*DOCS.glob("*.md"), *DOCS.glob("[thre]*/*.md")]]
+SECTIONS = [part for path in DOCS.rglob("*.md") for part in re.split(r"^#+ ", path.read_text("utf-8"), flags=re.M)]
 
 
 def _options(parser):
@@ -84,10 +84,10 @@ def test_every_plugin_has_its_card_on_the_site(site, plugin):
 
 @pytest.mark.parametrize(("command", "option"), list(_options(_parser())))
 def test_every_option_stands_on_a_page(command, option):
-    """A page that tells of the command tells of its option, in code, or has an argument in its place."""
-    about = [page for page in PAGES if re.search(rf"\b{command}\b", page)]
+    """A section that names the command names its option, as code, or has something in the place of its argument."""
+    about = [section for section in SECTIONS if re.search(rf"\b{command}\b", section)]
     written = rf"`[^`]*(?<![\w-]){option}(?![\w-])" if option.startswith("-") else rf"\b{command} \S"
-    assert any(re.search(written, page) for page in about)
+    assert any(re.search(written, section) for section in about)
 
 
 def test_the_numbers_of_the_contracts_are_those_of_the_code():
