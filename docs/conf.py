@@ -26,6 +26,7 @@ myst_heading_anchors = 3
 
 # The reference comes from docstrings. What has none is left out, and tests/docs/test_site.py says so.
 autodoc_default_options = {"exclude-members": "model_config, model_post_init"}  # pydantic calls these, no user does
+autodoc_inherit_docstrings = False  # an error without a word of its own would show that of ValueError
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 default_role = "py:obj"  # `name` in a docstring is a link where there is something to link to
