@@ -5,7 +5,10 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+import torch
 
+from nvalchemi.errors import HookContractError
+from nvalchemi.hooks import TrainContext
 from nvalchemi.training import TrainingStage
 from nvalchemi.training.hooks import AlwaysVeto, PassThrough, TrainingUpdateHook, TrainingUpdateOrchestrator
 
@@ -121,6 +124,38 @@ def test_explain_says_who_may_veto():
     """`explain()` says who may veto."""
     explained = TrainingUpdateOrchestrator(Halve(), AlwaysVeto(), Keep()).explain().hooks
     assert {hook.key: hook.may_veto for hook in explained} == {"keep": True, "halve": False, "always_veto": True}
+
+
+class Offering(TrainingUpdateHook):
+    """Prepares something before the step; vetoes all the same if it is told to."""
+
+    may_veto = False
+    defers_veto = True
+
+    def __init__(self, how=""):
+        self.how = how
+
+    def before_optimizer_step(self, ctx, *, will_skip):
+        if self.how == "defers":
+            ctx.defer_veto(torch.tensor(1.0), "a whim")
+        return self.how != "returns"
+
+
+def test_a_hook_that_only_prepares_says_so_and_is_held_to_it():
+    """With may_veto = False it counts as one that never vetoes, and a veto of it is an error, returned or deferred."""
+    (explained,) = TrainingUpdateOrchestrator(Offering()).explain().hooks
+    assert not explained.may_veto
+    for how, message in (
+        ("returns", "Offering vetoed at DO_OPTIMIZER_STEP"),
+        ("defers", "Offering, whose may_veto is"),
+    ):
+        orchestrator, weight = TrainingUpdateOrchestrator(Offering(how)), torch.nn.Parameter(torch.ones(1))
+        with TrainContext(optimizers=[torch.optim.SGD([weight])]) as ctx:
+            orchestrator(ctx, TrainingStage.BEFORE_BATCH)
+            ctx.loss = weight.sum()
+            orchestrator(ctx, TrainingStage.DO_BACKWARD)
+            with pytest.raises(HookContractError, match=message):
+                orchestrator(ctx, TrainingStage.DO_OPTIMIZER_STEP)
 
 
 def test_explain_treats_a_hook_with_its_own_call_as_one_of_every_stage(recorder):

@@ -104,6 +104,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     # Annotated, for pydantic would take them for fields otherwise.
+    may_veto: ClassVar[bool] = False  # type: ignore[misc]  # what follows, too
     reads_grad: ClassVar[bool] = False  # type: ignore[misc]
     defers_veto: ClassVar[bool] = True  # type: ignore[misc]
 

@@ -122,7 +122,8 @@ def _explained(hook: TrainingUpdateHook, priority: int, overridden: Collection[s
         priority=priority,
         reason="the user's priority" if by_user else _REASONS.get(priority, "the hook's own priority"),
         stages=tuple(stage for method, stage in _STAGES.items() if whole or overrides(hook, method)),
-        may_veto=whole or overrides(hook, "before_optimizer_step") or overrides(hook, "before_batch"),
+        may_veto=hook.may_veto
+        and (whole or overrides(hook, "before_optimizer_step") or overrides(hook, "before_batch")),
         reads_grad=takes_part_in_step(hook) and hook.reads_grad,
         source=f"{origin.distribution} {origin.version}" if origin else "no distribution",
     )

@@ -496,4 +496,9 @@ def _a_bool(hook: TrainingUpdateHook, proceed: object, stage: TrainingStage) -> 
             f"{type(hook).__name__} returned {proceed!r} ({type(proceed).__name__}) at {stage.name}; whether to "
             "proceed is True or False, a real bool. For a decision that is still a tensor use ctx.defer_veto."
         )
+    if not proceed and not hook.may_veto:
+        raise HookContractError(
+            f"{type(hook).__name__} vetoed at {stage.name}, although its may_veto is False; leave may_veto out, or "
+            "return True."
+        )
     return proceed

@@ -79,6 +79,9 @@ class TrainingUpdateHook:
         It looks at or changes ``.grad`` by itself. Such a hook finds unscaled gradients there (and, after clipping's
         priority, clipped ones). Set it to False only on a hook that never touches ``.grad``, where it would find the
         loss scale; the update can then stay folded.
+    may_veto : bool
+        It may veto, where it overrides a method that could. Set it to False on a hook that only prepares or measures
+        there: `TrainingUpdateOrchestrator.explain` says so then, and a veto of it is an error.
     defers_veto : bool
         It can live with a decision that is still on the device, and may call ``ctx.defer_veto``.
 
@@ -95,6 +98,7 @@ class TrainingUpdateHook:
     priority: ClassVar[int] = UpdatePriority.DEFAULT
     exclusive_family: ClassVar[str | None] = None
     # Not annotated: pydantic would take an annotation in a base for a field.
+    may_veto = True
     reads_grad = True
     defers_veto = False
 

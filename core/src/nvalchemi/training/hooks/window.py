@@ -404,6 +404,11 @@ class UpdateWindow:
             raise HookContractError(
                 f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
             )
+        if not hook.may_veto:
+            raise HookContractError(
+                f"{type(hook).__name__}, whose may_veto is False, called defer_veto(reason={reason!r}); leave may_veto "
+                "out, or do not veto."
+            )
         if not self.voting:
             raise HookContractError(
                 f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
