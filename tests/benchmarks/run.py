@@ -34,9 +34,14 @@ from rich.console import Console
 
 from rows.counts import counts
 from rows.figures import Figure, as_table, missed, write_json
+from rows.loops import loops
+from rows.updates import ema, paths
 
 KINDS: dict[str, Callable[[bool], Iterator[Figure]]] = {
-    "counts": lambda quick: counts(),
+    "exact counts": lambda quick: counts(),
+    "whole steps": loops,
+    "the average": ema,
+    "the update": paths,
 }
 
 
