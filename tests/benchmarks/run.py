@@ -33,8 +33,10 @@ import torch
 from rich.console import Console
 
 from rows.counts import counts
+from rows.dispatch import dispatch
 from rows.figures import Figure, as_table, missed, write_json
 from rows.loops import loops
+from rows.processes import imports, listings
 from rows.updates import ema, paths
 
 KINDS: dict[str, Callable[[bool], Iterator[Figure]]] = {
@@ -42,6 +44,9 @@ KINDS: dict[str, Callable[[bool], Iterator[Figure]]] = {
     "whole steps": loops,
     "the average": ema,
     "the update": paths,
+    "calling hooks": dispatch,
+    "imports": imports,
+    "listings": listings,
 }
 
 

@@ -89,17 +89,17 @@ def _skipped() -> Figure:
 
 
 _KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda model: torch.optim.AdamW(model),
-    "AdamW, fused": lambda model: torch.optim.AdamW(model, fused=True),
-    "SGD with momentum": lambda model: torch.optim.SGD(model, lr=0.1, momentum=0.9),
-    "SGD with momentum, fused": lambda model: torch.optim.SGD(model, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda weights: torch.optim.AdamW(weights),
+    "AdamW, fused": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "SGD with momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "SGD with momentum, fused": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
 }
 
 
 def changed(build: Build, kind: str, **options: Any) -> int:
     """Return how many tensors two skipped steps change: the first of all, and one after three good ones."""
-    pipeline = build(3, 8, **options)
-    pipeline.optimizer = _KINDS[kind](pipeline.model)
+    pipeline = build(4, 8, **options)
+    pipeline.optimizer = _KINDS[kind](pipeline.weights)
     differ = _changed_by_inf(pipeline)
     for _ in range(3):
         pipeline.step()
@@ -118,9 +118,9 @@ def _changed_by_inf(pipeline: Update) -> int:
 
 def _bits(pipeline: Update) -> dict[str, bytes]:
     """Return the bits of weights, moments, counters and averages."""
-    named = {f"weight {n}": weight for n, weight in enumerate(pipeline.model)}
+    named = {f"weight {n}": weight for n, weight in enumerate(pipeline.weights)}
     named |= {f"average {n}": average for n, average in enumerate(pipeline.averages())}
-    for n, parameter in enumerate(pipeline.model):
+    for n, parameter in enumerate(pipeline.weights):
         state = pipeline.optimizer.state.get(parameter, {})
         named |= {f"{key} {n}": value for key, value in state.items() if isinstance(value, Tensor)}
     return {name: tensor.detach().numpy().tobytes() for name, tensor in named.items()}

@@ -43,13 +43,22 @@ class _Prepared(torch.autograd.Function):
         return None, *torch._foreach_mul(ctx.gradients, factor)
 
 
+class _Layer(nn.Module):
+    """Two parameters, as a linear layer has: what walks over a model finds modules."""
+
+    def __init__(self, elements: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(elements, **options))
+        self.bias = nn.Parameter(torch.randn(elements, **options))
+
+
 class Update:
     """Weights of given sizes, their gradients, and an AdamW.
 
     Parameters
     ----------
     tensors, elements : int
-        How many parameters, and the size of each.
+        How many parameters, an even number, and the size of each.
     device : torch.device or str
         Where.
     dtype : torch.dtype
@@ -69,14 +78,15 @@ class Update:
     ) -> None:
         generator = torch.Generator(device).manual_seed(0)
         options: dict[str, Any] = {"device": device, "dtype": dtype, "generator": generator}
-        self.model = nn.ParameterList(nn.Parameter(torch.randn(elements, **options)) for _ in range(tensors))
-        self.gradients = [torch.randn(elements, **options) for _ in range(tensors)]
-        self.optimizer = torch.optim.AdamW(self.model, fused=fused, foreach=not fused)
+        self.model = nn.Sequential(*(_Layer(elements, options) for _ in range(tensors // 2)))
+        self.weights = list(self.model.parameters())
+        self.gradients = [torch.randn(elements, **options) for _ in self.weights]
+        self.optimizer = torch.optim.AdamW(self.weights, fused=fused, foreach=not fused)
         self.device = torch.device(device)
 
     def loss(self) -> Tensor:
         """Return a loss with the prepared gradients."""
-        return _Prepared.apply(self.gradients, *self.model)  # type: ignore[no-any-return, no-untyped-call]
+        return _Prepared.apply(self.gradients, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def prepare(self) -> None:
         """Put scaled gradients in place."""

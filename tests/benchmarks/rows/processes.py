@@ -1,0 +1,103 @@
+"""Importing and listing, each time in a process of its own: nothing is there yet, in Python's caches or in ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nvalchemi.testing import FakeSite
+from rows.figures import Figure
+from rows.timing import Ratio
+
+__all__ = ["imports", "listings"]
+
+# What a process prints: seconds, and the modules that it has no business to load.
+_IMPORT = """
+import sys, time, json
+import torch
+before = set(sys.modules)
+begin = time.process_time()
+{statement}
+seconds = time.process_time() - begin
+new = {{name.partition(".")[0] for name in sys.modules.keys() - before}} | (
+    {{"torch._dynamo"}} if "torch._dynamo" in sys.modules.keys() - before else set())
+print(json.dumps([seconds, sorted(new & {{"pydantic", "triton", "torch._dynamo"}})]))
+"""
+
+_STATEMENTS = {
+    "import": "import nvalchemi.hooks",
+    "import all": "import nvalchemi.hooks as hooks; [getattr(hooks, name) for name in dir(hooks)]; "
+    "from nvalchemi.training.hooks import TrainingUpdateOrchestrator",
+}
+
+# The made-up distributions are all that is found; what finds them is imported before.
+_LIST = """
+import sys, time, json
+import importlib_metadata
+from nvalchemi.hooks import list_hooks
+real = importlib_metadata.distributions
+importlib_metadata.distributions = lambda **criteria: real(path=[{site!r}], **criteria)
+def timed(call):
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+first = timed({call})
+print(json.dumps([first, min(timed({call}) for _ in range(20))]))
+"""
+_OURS = "list_hooks"
+_PLAIN = "lambda: importlib_metadata.entry_points(group='nvalchemi.hooks')"
+
+
+def imports(quick: bool) -> Iterator[Figure]:
+    """Measure what importing us adds to importing torch."""
+    rounds = 2 if quick else 7
+    other = "accelerate"
+    beside = None
+    if importlib.util.find_spec(other):
+        beside = _milliseconds([_run(_IMPORT.format(statement="import accelerate"))[0] for _ in range(rounds)]).median
+    for key, statement in _STATEMENTS.items():
+        found = [_run(_IMPORT.format(statement=statement)) for _ in range(rounds)]
+        time = _milliseconds([seconds for seconds, _ in found])
+        loaded = ", ".join(sorted({name for _, names in found for name in names}))
+        broken = f"it loads {loaded}" if loaded else ""
+        yield Figure(key, time.median, (time.low, time.high), {other: beside}, broken=broken)
+
+
+def listings(quick: bool) -> Iterator[Figure]:
+    """Measure what it takes to list what is installed, beside a bare look for entry points."""
+    rounds = 3 if quick else 11
+    for plugins in (0, 10, 200):
+        with tempfile.TemporaryDirectory() as folder:
+            _fill(FakeSite(Path(folder)), plugins)
+            ours, plain = (
+                [_run(_LIST.format(site=folder, call=call)) for _ in range(rounds)] for call in (_OURS, _PLAIN)
+            )
+        time, other = (_milliseconds([first for first, _ in one]) for one in (ours, plain))
+        yield Figure(f"list {plugins}", time.median, (time.low, time.high), {"importlib_metadata": other.median})
+    again = _milliseconds([second for _, second in ours])
+    yield Figure("list again", again.median, (again.low, again.high))
+
+
+def _fill(site: FakeSite, plugins: int) -> None:
+    site.refreshes = False
+    for number in range(100):
+        headers = {"Summary": "A distribution that has nothing to do with hooks", "License": "MIT"}
+        site.add(f"other-{number}", requires=["numpy>=1.26", "packaging"], headers=headers)
+    for number in range(plugins):
+        name = f"plugin-{number}"
+        site.add(name, hooks={f"hook_{number}": f"plugin_{number}.plugin"}, requires=["nvalchemi-hooks>=0.1,<1"])
+
+
+def _run(code: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def _milliseconds(seconds: list[float]) -> Ratio:
+    return Ratio.of([1e3 * one for one in seconds])
