@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -69,16 +70,29 @@ def _naive_foreach(*sizes: int) -> Naive:
 _NAIVE: dict[str, Build] = {"naive fused": Naive, "naive foreach": _naive_foreach}
 
 
+# One variant of the program, the one that steps float32 weights and averages them along.
+_COMPILE = """
+import json, runpy, torch
+from triton.runtime.driver import driver
+tools = runpy.run_path({compiler!r})
+driver.set_active(tools["Hopper"]())
+launches, one = tools["Launches"](), tools["batch"](torch.float32, average=True, rounds=False)
+operands = dict(divisor=torch.tensor(2.0), veto=torch.tensor(0.0))
+tools["update_"](one, tools["RULE"], tools["Tables"](torch.device("cpu")), **operands)
+print(json.dumps(tools["code"](launches.kernels["update_many"])["accesses"]))
+"""
+
+
 def _one_pass(*, norm: float, peers: dict[str, float | None]) -> Figure:
-    """Count the kernel's bytes in its machine code for Hopper, which is compiled without a GPU; the norm comes before."""
+    """Count the kernel's bytes in its machine code for Hopper, compiled without a GPU; the norm comes before it."""
     if importlib.util.find_spec("triton") is None:
         return Figure("bytes triton", None, note="triton is not installed")
-    done = subprocess.run([sys.executable, str(COMPILER)], capture_output=True, text=True, check=False)
+    code = _COMPILE.format(compiler=str(COMPILER))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
-        return Figure("bytes triton", None, note=f"compiling failed: {done.stderr.strip().splitlines()[-1:]}")
-    wanted = {"program": "update_many", "dtype": "torch.float32", "average": True, "rounds": False}
-    (code,) = (one for one in json.loads(done.stdout) if wanted.items() <= one.items())
-    wide = [access for access in code["accesses"] if access.endswith(".128")]  # of 16 bytes, for four weights
+        return Figure("bytes triton", None, note=f"compiling failed: {done.stderr.strip().splitlines()[-1]}")
+    wide = [access for access in json.loads(done.stdout) if access.endswith(".128")]  # of 16 bytes, for four weights
     return Figure("bytes triton", norm + 16 * len(wide) / 4, peers=peers, note="in its code for sm_90, not run")
 
 

@@ -46,10 +46,9 @@ class _Prepared(torch.autograd.Function):
 class _Layer(nn.Module):
     """Two parameters, as a linear layer has: what walks over a model finds modules."""
 
-    def __init__(self, elements: int, options: dict[str, Any]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(elements, **options))
-        self.bias = nn.Parameter(torch.randn(elements, **options))
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
 
 
 class Update:
@@ -77,10 +76,11 @@ class Update:
         fused: bool = True,
     ) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "generator": generator}
-        self.model = nn.Sequential(*(_Layer(elements, options) for _ in range(tensors // 2)))
+        numbers = torch.randn(elements, device=device, generator=generator).to(dtype)
+        rolled = [numbers.roll(shift) for shift in range(2 * tensors)]  # drawing as many takes longer than an update
+        self.model = nn.Sequential(*map(_Layer, rolled[:tensors:2], rolled[1:tensors:2]))
         self.weights = list(self.model.parameters())
-        self.gradients = [torch.randn(elements, **options) for _ in self.weights]
+        self.gradients = rolled[tensors:]
         self.optimizer = torch.optim.AdamW(self.weights, fused=fused, foreach=not fused)
         self.device = torch.device(device)
 

@@ -17,24 +17,29 @@ from rows.timing import Ratio
 
 __all__ = ["imports", "listings"]
 
-# What a process prints: seconds, and the modules that it has no business to load.
+# Imports torch once, and then each statement in forks of that process; prints seconds, and the modules that came along.
 _IMPORT = """
-import sys, time, json
+import json, os, sys, time
 import torch
-before = set(sys.modules)
-begin = time.process_time()
-{statement}
-seconds = time.process_time() - begin
-new = {{name.partition(".")[0] for name in sys.modules.keys() - before}} | (
-    {{"torch._dynamo"}} if "torch._dynamo" in sys.modules.keys() - before else set())
-print(json.dumps([seconds, sorted(new & {{"pydantic", "triton", "torch._dynamo"}})]))
+for statement in {statements!r}:
+    for _ in range({rounds}):
+        sys.stdout.flush()
+        if os.fork():
+            os.wait()
+            continue
+        before = set(sys.modules)
+        begin = time.process_time()
+        exec(statement)
+        seconds = time.process_time() - begin
+        print(json.dumps([statement, seconds, sorted(sys.modules.keys() - before)]), flush=True)
+        os._exit(0)
 """
-
-_STATEMENTS = {
-    "import": "import nvalchemi.hooks",
-    "import all": "import nvalchemi.hooks as hooks; [getattr(hooks, name) for name in dir(hooks)]; "
-    "from nvalchemi.training.hooks import TrainingUpdateOrchestrator",
-}
+_UNWANTED = {"pydantic", "triton", "torch._dynamo"}
+_BARE = "import nvalchemi.hooks"
+_WHOLE = (
+    "import nvalchemi.hooks as hooks; [getattr(hooks, name) for name in dir(hooks)]; "
+    "from nvalchemi.training.hooks import TrainingUpdateOrchestrator"
+)
 
 # The made-up distributions are all that is found; what finds them is imported before.
 _LIST = """
@@ -56,17 +61,20 @@ _PLAIN = "lambda: importlib_metadata.entry_points(group='nvalchemi.hooks')"
 
 def imports(quick: bool) -> Iterator[Figure]:
     """Measure what importing us adds to importing torch."""
-    rounds = 2 if quick else 7
     other = "accelerate"
-    beside = None
-    if importlib.util.find_spec(other):
-        beside = _milliseconds([_run(_IMPORT.format(statement="import accelerate"))[0] for _ in range(rounds)]).median
-    for key, statement in _STATEMENTS.items():
-        found = [_run(_IMPORT.format(statement=statement)) for _ in range(rounds)]
-        time = _milliseconds([seconds for seconds, _ in found])
-        loaded = ", ".join(sorted({name for _, names in found for name in names}))
-        broken = f"it loads {loaded}" if loaded else ""
-        yield Figure(key, time.median, (time.low, time.high), {other: beside}, broken=broken)
+    there = importlib.util.find_spec(other) is not None
+    statements = [_BARE, _WHOLE, *([f"import {other}"] if there else [])]
+    lines = _run(_IMPORT.format(statements=statements, rounds=3 if quick else 11))
+    found = {one: [line for line in lines if line[0] == one] for one in statements}
+    times = {one: _milliseconds([seconds for _, seconds, _ in runs]) for one, runs in found.items()}
+    loaded = sorted(_UNWANTED.intersection(name for _, _, names in found[_BARE] for name in names))
+    peers = {
+        "with every name and the orchestrator": times[_WHOLE].median,
+        other: times[f"import {other}"].median if there else None,
+    }
+    own = times[_BARE]
+    broken = f"it loads {', '.join(loaded)}" if loaded else ""
+    yield Figure("import", own.median, (own.low, own.high), peers, broken=broken)
 
 
 def listings(quick: bool) -> Iterator[Figure]:
@@ -76,7 +84,7 @@ def listings(quick: bool) -> Iterator[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             _fill(FakeSite(Path(folder)), plugins)
             ours, plain = (
-                [_run(_LIST.format(site=folder, call=call)) for _ in range(rounds)] for call in (_OURS, _PLAIN)
+                [_run(_LIST.format(site=folder, call=call))[0] for _ in range(rounds)] for call in (_OURS, _PLAIN)
             )
         time, other = (_milliseconds([first for first, _ in one]) for one in (ours, plain))
         yield Figure(f"list {plugins}", time.median, (time.low, time.high), {"importlib_metadata": other.median})
@@ -94,9 +102,10 @@ def _fill(site: FakeSite, plugins: int) -> None:
         site.add(name, hooks={f"hook_{number}": f"plugin_{number}.plugin"}, requires=["nvalchemi-hooks>=0.1,<1"])
 
 
-def _run(code: str) -> Any:
+def _run(code: str) -> list[Any]:
+    """Return what a process prints, a line of JSON each."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _milliseconds(seconds: list[float]) -> Ratio:

@@ -57,7 +57,6 @@ TARGETS = {
     "update tiny": Target("update path, 200 tiny tensors: ratio to naive with fused AdamW", 0.40, 0.31),
     # processes
     "import": Target("import of nvalchemi.hooks, over torch", 10, unit="ms"),
-    "import all": Target("import of every name of nvalchemi.hooks and of the orchestrator, over torch", 10, unit="ms"),
     "list 0": Target("listing 0 plugins among 100 other distributions", 8, unit="ms"),
     "list 10": Target("listing 10 plugins among 100 other distributions", 8, unit="ms"),
     "list 200": Target("listing 200 plugins among 100 other distributions", 18, unit="ms"),
