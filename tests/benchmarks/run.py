@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-
 from rows.counts import counts
 from rows.dispatch import dispatch
 from rows.figures import Figure, as_table, missed, write_json

@@ -17,6 +17,7 @@ from torch import Tensor
 from nvalchemi.testing import StepCost
 from rows.figures import Figure
 from rows.pipelines import Naive, Ours, Update
+from rows.targets import TARGETS
 
 __all__ = ["counts"]
 
@@ -31,14 +32,14 @@ def counts() -> Iterator[Figure]:
         few, many = (cost(Ours, tensors, lazy=mode == "lazy") for tensors in (8, 300))
         reads = {name: float(one.host_reads) for name, one in naive.items()}
         note = "" if mode == "lazy" else "a CPU reads its own memory without an operation; a device is asked once"
-        yield Figure(f"reads {mode}", max(few.host_reads, many.host_reads), peers=reads, note=note)
+        yield Figure(TARGETS[f"reads {mode}"], max(few.host_reads, many.host_reads), peers=reads, note=note)
         grows = "" if few.ops_by_name == many.ops_by_name else f"{few.ops} for 8 tensors, {many.ops} for 300"
         ops = {name: float(one.ops) for name, one in naive.items()}
-        yield Figure(f"ops {mode}", many.ops, peers=ops, broken=grows)
+        yield Figure(TARGETS[f"ops {mode}"], many.ops, peers=ops, broken=grows)
     ours, by_name = bytes_each(Ours)
     lazy, _ = bytes_each(Ours, lazy=True)
     peers = {name: bytes_each(build)[0] for name, build in _NAIVE.items()}
-    yield Figure("bytes", ours, peers=peers, broken="" if ours == lazy else f"lazy {lazy:g}")
+    yield Figure(TARGETS["bytes"], ours, peers=peers, broken="" if ours == lazy else f"lazy {lazy:g}")
     yield _one_pass(norm=sum(size for name, size in by_name.items() if "norm" in name), peers=peers)
     yield _skipped()
 
@@ -85,21 +86,22 @@ print(json.dumps(tools["code"](launches.kernels["update_many"])["accesses"]))
 
 def _one_pass(*, norm: float, peers: dict[str, float | None]) -> Figure:
     """Count the kernel's bytes in its machine code for Hopper, compiled without a GPU; the norm comes before it."""
+    target = TARGETS["bytes triton"]
     if importlib.util.find_spec("triton") is None:
-        return Figure("bytes triton", None, note="triton is not installed")
+        return Figure(target, None, note="triton is not installed")
     code = _COMPILE.format(compiler=str(COMPILER))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
-        return Figure("bytes triton", None, note=f"compiling failed: {done.stderr.strip().splitlines()[-1]}")
+        return Figure(target, None, note=f"compiling failed: {done.stderr.strip().splitlines()[-1]}")
     wide = [access for access in json.loads(done.stdout) if access.endswith(".128")]  # of 16 bytes, for four weights
-    return Figure("bytes triton", norm + 16 * len(wide) / 4, peers=peers, note="in its code for sm_90, not run")
+    return Figure(target, norm + 16 * len(wide) / 4, peers=peers, note="in its code for sm_90, not run")
 
 
 def _skipped() -> Figure:
     """Count the tensors that differ after a skipped step, the first and a later one, of every kind of optimizer."""
     ours = sum(changed(Ours, kind, lazy=lazy) for kind in _KINDS for lazy in (False, True))
-    return Figure("skipped", ours, peers={"naive": float(sum(changed(Naive, kind) for kind in _KINDS))})
+    return Figure(TARGETS["skipped"], ours, peers={"naive": float(sum(changed(Naive, kind) for kind in _KINDS))})
 
 
 _KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

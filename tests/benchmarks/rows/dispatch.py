@@ -10,6 +10,7 @@ import pluggy
 from nvalchemi.hooks import HookRegistry
 from nvalchemi.training import TrainingStage
 from rows.figures import Figure
+from rows.targets import TARGETS
 from rows.timing import Effort, calls, seconds_each
 
 __all__ = ["dispatch"]
@@ -37,7 +38,7 @@ def dispatch(quick: bool) -> Iterator[Figure]:
     loops, by_pluggy = (seconds_each(calls(one), effort) for one in (_plain_loops(), _pluggy()))
     ours = seconds_each(calls(_registry()), effort)
     peers = {"plain loops": loops.median * 1e6, "pluggy": by_pluggy.median * 1e6}
-    yield Figure("dispatch", ours.median * 1e6, (ours.low * 1e6, ours.high * 1e6), peers)
+    yield Figure(TARGETS["dispatch"], ours.median * 1e6, (ours.low * 1e6, ours.high * 1e6), peers)
 
 
 def _registry() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from rows.targets import TARGETS
+from rows.targets import Target
 
 __all__ = ["Figure", "as_table", "missed", "write_json"]
 
@@ -22,8 +22,8 @@ class Figure:
 
     Parameters
     ----------
-    key : str
-        Which target of `TARGETS` it stands beside.
+    target : Target
+        What it stands beside.
     value : float, optional
         None: it was not measured, and `note` says why.
     spread : tuple of float, optional
@@ -36,7 +36,7 @@ class Figure:
         A condition of the row, other than its number, that does not hold; empty if all do.
     """
 
-    key: str
+    target: Target
     value: float | None
     spread: tuple[float, float] | None = None
     peers: Mapping[str, float | None] = field(default_factory=dict)
@@ -45,18 +45,20 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the target is reached; None if that was not measured."""
-        return None if self.value is None else self.value <= TARGETS[self.key].at_most and not self.broken
+        """Whether the target is reached; None if there is none, or nothing was measured."""
+        if self.value is None or self.target.at_most is None:
+            return None
+        return self.value <= self.target.at_most and not self.broken
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        target = TARGETS[self.key]
+        target = self.target
         return {
             "row": f"{target.row}{target.unit and ', '}{target.unit}",
-            "value": None if self.value is None else round(self.value, 4),
+            "value": None if self.value is None else _rounded(self.value),
             "target": target.at_most,
             "holds": self.holds,
-            "peer": {name: "not installed" if v is None else round(v, 4) for name, v in self.peers.items()},
+            "peer": {name: "not installed" if v is None else _rounded(v) for name, v in self.peers.items()},
         }
 
 
@@ -82,7 +84,7 @@ def as_table(figures: Iterable[Figure]) -> Table:
         verdict = {True: "holds", False: "[bold red]misses[/]", None: ""}[figure.holds]
         others = [f"{name} {'not installed' if v is None else _short(v)}" for name, v in figure.peers.items()]
         said = "; ".join(filter(None, [", ".join(others), figure.note, figure.broken]))
-        table.add_row(TARGETS[figure.key].row, str(TARGETS[figure.key]), _today(figure), verdict, said)
+        table.add_row(figure.target.row, str(figure.target), _today(figure), verdict, said)
     return table
 
 
@@ -94,4 +96,10 @@ def _today(figure: Figure) -> str:
 
 
 def _short(number: float) -> str:
-    return f"{number:.3f}" if 0 < number < 0.1 else f"{number:.2f}".rstrip("0").rstrip(".")
+    if 0 < number < 0.1:
+        return f"{number:.3f}" if number >= 0.001 else f"{number:.0e}"
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")

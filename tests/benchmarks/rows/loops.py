@@ -13,6 +13,7 @@ from nvalchemi.training.hooks import TrainingUpdateHook, TrainingUpdateOrchestra
 from rows import peers
 from rows.figures import Figure
 from rows.pipelines import DECAY, MAX_NORM, four
+from rows.targets import TARGETS
 from rows.timing import Effort, Ratio, calls, compare
 from rows.tiny import BATCH, adamw, loss_of, mlp
 
@@ -44,7 +45,7 @@ def loops(quick: bool) -> Iterator[Figure]:
 
 
 def _figure(key: str, ratio: Ratio, beside: dict[str, float | None]) -> Figure:
-    return Figure(key, ratio.median, (ratio.low, ratio.high), beside)
+    return Figure(TARGETS[key], ratio.median, (ratio.low, ratio.high), beside)
 
 
 def raw(*, clip: bool = True, average: bool = True) -> Step:

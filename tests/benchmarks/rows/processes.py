@@ -13,6 +13,7 @@ from typing import Any
 
 from nvalchemi.testing import FakeSite
 from rows.figures import Figure
+from rows.targets import TARGETS
 from rows.timing import Ratio
 
 __all__ = ["imports", "listings"]
@@ -74,7 +75,7 @@ def imports(quick: bool) -> Iterator[Figure]:
     }
     own = times[_BARE]
     broken = f"it loads {', '.join(loaded)}" if loaded else ""
-    yield Figure("import", own.median, (own.low, own.high), peers, broken=broken)
+    yield Figure(TARGETS["import"], own.median, (own.low, own.high), peers, broken=broken)
 
 
 def listings(quick: bool) -> Iterator[Figure]:
@@ -87,9 +88,10 @@ def listings(quick: bool) -> Iterator[Figure]:
                 [_run(_LIST.format(site=folder, call=call))[0] for _ in range(rounds)] for call in (_OURS, _PLAIN)
             )
         time, other = (_milliseconds([first for first, _ in one]) for one in (ours, plain))
-        yield Figure(f"list {plugins}", time.median, (time.low, time.high), {"importlib_metadata": other.median})
+        beside = {"importlib_metadata": other.median}
+        yield Figure(TARGETS[f"list {plugins}"], time.median, (time.low, time.high), beside)
     again = _milliseconds([second for _, second in ours])
-    yield Figure("list again", again.median, (again.low, again.high))
+    yield Figure(TARGETS["list again"], again.median, (again.low, again.high))
 
 
 def _fill(site: FakeSite, plugins: int) -> None:

@@ -15,8 +15,8 @@ class Target:
     ----------
     row : str
         What is measured.
-    at_most : float
-        The largest value with which the row holds.
+    at_most : float, optional
+        The largest value with which the row holds; None where the figure is there to be read, not to be judged.
     stretch : float, optional
         What a reckless loop written by hand would come to.
     unit : str
@@ -24,11 +24,13 @@ class Target:
     """
 
     row: str
-    at_most: float
+    at_most: float | None = None
     stretch: float | None = None
     unit: str = ""
 
     def __str__(self) -> str:
+        if self.at_most is None:
+            return ""
         stretch = "" if self.stretch is None else f" ({self.stretch:g})"
         return f"{self.at_most:g}{stretch}{self.unit and ' '}{self.unit}"
 

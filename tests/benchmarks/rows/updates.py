@@ -12,6 +12,7 @@ from nvalchemi.training import EMAHook
 from rows import peers
 from rows.figures import Figure
 from rows.pipelines import DECAY, Naive, Ours, Update, updates
+from rows.targets import TARGETS
 from rows.timing import Contestant, Effort, calls, compare
 
 __all__ = ["ema", "paths"]
@@ -32,7 +33,7 @@ def ema(quick: bool) -> Iterator[Figure]:
         ratios = compare(_averaged_model(model), contestants, effort)
         beside = {n: ratios[n].median if n in ratios else None for n in others}
         ours = ratios["ours"]
-        yield Figure(f"ema {name}", ours.median, (ours.low, ours.high), beside)
+        yield Figure(TARGETS[f"ema {name}"], ours.median, (ours.low, ours.high), beside)
 
 
 def paths(quick: bool) -> Iterator[Figure]:
@@ -50,7 +51,7 @@ def _path(key: str, elements: int, effort: Effort, *, fused: bool) -> Figure:
         contestants["lazy"] = updates(Ours(TENSORS, elements, lazy=True))
     ratios = compare(updates(Naive(TENSORS, elements, fused=fused)), contestants, effort)
     ours = ratios.pop("ours")
-    return Figure(key, ours.median, (ours.low, ours.high), {name: one.median for name, one in ratios.items()})
+    return Figure(TARGETS[key], ours.median, (ours.low, ours.high), {name: one.median for name, one in ratios.items()})
 
 
 def _ours(model: nn.Module) -> Contestant:
