@@ -8,7 +8,7 @@ It shows, in this order: that all paths give the same numbers (folded, lazy, pla
 Triton kernels), how often the host waits for the device in a step (`torch.cuda.set_sync_debug_mode`: "error" where it
 must not), at which rate the device copies memory, and how long an update of 1M, 100M and 1B float32 parameters in 200
 tensors takes, beside the time that its bytes take at that rate. On an H200 the rows of 100M are held against their
-targets. Sizes that do not fit are left out, and said so.
+targets. Sizes that do not fit are left out, and said so. CUDA graphs are not in it: there is no helper to capture one.
 
 The paths on CUDA are untested until somebody has run this. JSON is that of run.py; it exits with 1 if a row misses.
 """

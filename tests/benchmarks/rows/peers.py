@@ -59,7 +59,7 @@ def _averaged_model(model: nn.Module) -> Step:
 def _torch_ema(model: nn.Module) -> Step:
     from torch_ema import ExponentialMovingAverage
 
-    return ExponentialMovingAverage(model.parameters(), decay=DECAY).update  # type: ignore[no-any-return]
+    return ExponentialMovingAverage(model.parameters(), decay=DECAY).update
 
 
 def _ema_pytorch(model: nn.Module) -> Step:
@@ -67,7 +67,7 @@ def _ema_pytorch(model: nn.Module) -> Step:
 
     # Averages from its first call on, at every call, as the others do.
     average = EMA(model, beta=DECAY, update_after_step=0, update_every=1, include_online_model=False)
-    return average.update  # type: ignore[no-any-return]
+    return average.update
 
 
 def _lerp(model: nn.Module) -> Step:

@@ -86,7 +86,7 @@ class Update:
 
     def loss(self) -> Tensor:
         """Return a loss with the prepared gradients."""
-        return _Prepared.apply(self.gradients, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _Prepared.apply(self.gradients, *self.weights)
 
     def prepare(self) -> None:
         """Put scaled gradients in place."""
