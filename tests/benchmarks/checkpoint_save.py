@@ -65,10 +65,9 @@ def save(tensors: dict[str, list[torch.Tensor]], folder: Path) -> float:
     return time.perf_counter() - begin
 
 
-def wait(strategy: TrainingStrategy, hook: CheckpointHook) -> tuple[float, float]:
-    """Return the seconds that training waits for a save, and those until it is complete."""
-    strategy.step_count += 1
-    ctx = TrainContext(step_count=strategy.step_count, workflow=strategy)
+def wait(strategy: TrainingStrategy, hook: CheckpointHook, step: int) -> tuple[float, float]:
+    """Return the seconds that training waits for a save, as that of `step`, and those until it is complete."""
+    ctx = TrainContext(step_count=step, workflow=strategy)
     begin = time.perf_counter()
     hook(ctx, TrainingStage.AFTER_BATCH)
     waited = time.perf_counter() - begin
@@ -89,8 +88,8 @@ def main() -> None:
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group)
     rounds = []
     with CheckpointHook(root=folder / "checkpoints", every_steps=1, keep=1) as hook:
-        for _ in range(options.repeat + 1):
-            rounds.append((clone(tensors), save(tensors, folder), *wait(strategy, hook)))
+        for step in range(1, options.repeat + 2):
+            rounds.append((clone(tensors), save(tensors, folder), *wait(strategy, hook, step)))
     shutil.rmtree(folder)
     columns = list(zip(*rounds[1:], strict=True))  # the first round warms up
     count = sum(tensor.numel() for tensor in tensors["models"])

@@ -48,6 +48,15 @@ def test_a_quick_run_measures_every_row(tmp_path):
     assert rows["bytes a parameter, all plugins on, fused AdamW in fp32"]["value"] == 48
 
 
+def test_what_a_save_costs_is_measured(tmp_path):
+    """The benchmark of saving prints what training waits, beside one clone and torch.save of the same state."""
+    done = run("checkpoint_save.py", "--parameters", "1e5", "--repeat", "1", "--root", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[2:]] == [
+        "one clone of the state", "torch.save of the state", "training waits for a save", "the save is complete after",
+    ]  # fmt: skip
+
+
 def test_the_gpu_script_rehearses_on_a_cpu(tmp_path):
     """All paths come to equal numbers, host reads are as few as promised, and each size stands beside its floor."""
     rows = rows_of("gpu.py", "--device", "cpu", file=tmp_path / "figures.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sphinx.util.inventory import InventoryFile
 
-from nvalchemi.cli.app import _parser
+from nvalchemi.cli.app import build_parser
 from nvalchemi.hooks import list_hooks
 from nvalchemi.hooks.plugins.specs import HOOK_API_VERSION
 from nvalchemi.official import OFFICIAL_HOOKS
@@ -82,7 +82,7 @@ def test_every_plugin_has_its_card_on_the_site(site, plugin):
     assert [name for name in names if name not in page] == []
 
 
-@pytest.mark.parametrize(("command", "option"), list(_options(_parser())))
+@pytest.mark.parametrize(("command", "option"), list(_options(build_parser())))
 def test_every_option_stands_on_a_page(command, option):
     """A section that names the command names its option, as code, or has something in the place of its argument."""
     about = [section for section in SECTIONS if re.search(rf"\b{command}\b", section)]

@@ -130,6 +130,7 @@ def test_where_nobody_can_be_asked_it_says_so(tmp_path, monkeypatch, capsys):
         ("lambda", "a word of the Python language"),
         ("json", "a module of Python's standard library"),
         ("torch", "would hide another that is needed"),
+        ("test", "would hide another that is needed"),
         ("ema", "the name of an official hook"),
         ("grad-clip", "the name of an official hook"),
         ("auto", "means something else in a configuration"),

@@ -95,7 +95,7 @@ class HookRegistry:
         self._hooks.append(hook)
         owns = self._slots.intersection(claimed)
         self._owners.update(dict.fromkeys(owns, hook))
-        call = hook if hook.frequency == 1 else _Throttled(hook)
+        call = hook.__call__ if hook.frequency == 1 else _Throttled(hook)  # bound once, which is quicker to call
         for stage in claimed:
             self._insert(stage, hook, call, owner=bool(owns))
 

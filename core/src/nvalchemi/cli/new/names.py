@@ -13,7 +13,20 @@ from nvalchemi.official import OFFICIAL_HOOKS
 __all__ = ["Names", "checked_names"]
 
 _FORM = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_TAKEN_PACKAGES = {"build", "conftest", "docs", "numpy", "pluggy", "pydantic", "pytest", "src", "tests", "torch", "tox"}
+_TAKEN_PACKAGES = {
+    "build",
+    "conftest",
+    "docs",
+    "numpy",
+    "pluggy",
+    "pydantic",
+    "pytest",
+    "src",
+    "test",
+    "tests",
+    "torch",
+    "tox",
+}
 
 
 @dataclass(frozen=True)
