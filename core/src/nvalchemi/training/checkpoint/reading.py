@@ -84,8 +84,8 @@ class _Reader:
     def __call__(self) -> Any:
         if self._file.closed:
             raise RuntimeError(
-                f"{self._file.name} was asked for after its checkpoint was loaded; take what you need, or a copy of it, "
-                "in load_state_dict."
+                f"{self._file.name} was asked for after its checkpoint was loaded; take what you need, or a "
+                "copy of it, in load_state_dict."
             )
         self._file.seek(0)
         return torch.load(self._file, map_location="cpu", weights_only=True)
