@@ -106,6 +106,8 @@ def test_a_misspelt_extra_of_a_requirements_file(healthy, tmp_path, capsys, name
     found = only(capsys, "--requirements", str(path))
     assert (found["kind"], found["subject"]) == ("extra", "emma")
     assert f"{path} asks for nvalchemi-hooks[emma], and there is no such extra; did you mean 'ema'?" in found["problem"]
+    main(["hooks", "doctor", "--requirements", str(path)])
+    assert "did you mean 'ema'?\n  To do: write one of" in capsys.readouterr().out
 
 
 def test_the_toolkit_with_the_same_package_name(healthy, capsys):

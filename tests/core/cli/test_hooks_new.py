@@ -83,7 +83,9 @@ def test_a_strategy_finds_it_by_its_name(installed, written, tmp_path):
 
 def test_its_card_has_the_sections_of_every_card(written):
     """A reader finds the headings that the official cards have."""
-    sections = re.findall(r"^## (.*)$", (written / "README.md").read_text(), re.MULTILINE)
+    card = (written / "README.md").read_text()
+    assert "`pip install -e '.[test]'`, and `pytest` runs its tests" in card
+    sections = re.findall(r"^## (.*)$", card, re.MULTILINE)
     assert sections == [
         "What it does", "How to use it", "What it does at which stage", "Cost", "Do not combine with", "References",
     ]  # fmt: skip

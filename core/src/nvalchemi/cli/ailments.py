@@ -55,7 +55,7 @@ def find_ailments() -> Iterator[Ailment]:
         yield from bad_extras(headers.requires, f"{headers.name} {headers.version}")
     yield from _rival(headers for headers, _ in installed)
     for sentence in check_switches(Switches.from_environment()):
-        yield Ailment("switch", sentence.split(" ", 1)[0], f"{sentence}.", "write the name of an installed hook")
+        yield Ailment("switch", sentence.split(" ", 1)[0], sentence, "write the name of an installed hook")
 
 
 def bad_extras(requirements: Iterable[str], where: str) -> Iterator[Ailment]:

@@ -76,5 +76,6 @@ def run(options: argparse.Namespace) -> int:
     elif not found:
         print(f"{coloured('Nothing is wrong', 'green')} with the hooks of this environment, as far as metadata tells.")
     for one in () if options.json else found:
-        print(f"{coloured(one.kind, 'red')}: {one.problem}.\n  To do: {one.remedy}.")
+        end = "" if one.problem.endswith("?") else "."
+        print(f"{coloured(one.kind, 'red')}: {one.problem}{end}\n  To do: {one.remedy}.")
     return 1 if found else 0
