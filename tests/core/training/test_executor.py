@@ -79,6 +79,42 @@ def test_it_is_the_optimizers_own_step_to_the_bit(make, through_step):
     assert len(through_step) == 1
 
 
+def adam_steps(monkeypatch, *, private, ps=None, **options):
+    """Weights and state after four steps of AdamW, and how many of them went through torch's public form."""
+    public, real = [], executors.adamw.adamw
+    with monkeypatch.context() as patch:
+        patch.setattr(executors.adamw, "adamw", lambda *given, **more: public.append(1) or real(*given, **more))
+        if not private:
+            patch.setattr(executors.fused_adam, "agrees", lambda decoupled: False)
+        ps = parameters((3,), (2, 5), (), (0,)) if ps is None else ps()
+        optimizer, executor = torch.optim.AdamW(ps, fused=True, **options), StockExecutor()
+        for number in range(4):
+            give(ps, number)
+            plan = OptimizerPlan(optimizer, ps, torch.tensor(3.0), torch.tensor(float(number == 2)) if number else None)
+            assert executor.execute(plan)
+    return ps, optimizer, len(public)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.2}])
+def test_the_private_operation_has_the_bits_of_the_public_form(monkeypatch, options):
+    """Adam's kernel called by itself, divisor and veto included, comes to what torch's functional form comes to."""
+    *direct, public = adam_steps(monkeypatch, private=True, **options)
+    *through, counted = adam_steps(monkeypatch, private=False, **options)
+    assert (public, counted) == (0, 3)  # the first step goes through step()
+    assert_same(direct, through)
+
+
+def test_tensors_of_several_kinds_and_settings_on_a_device_go_through_the_public_form(monkeypatch):
+    """It sorts by device and dtype, and moves a learning rate that is a tensor; the private operation does neither."""
+    mixed = lambda: [*parameters((3,)), torch.nn.Parameter(torch.zeros(2)[1:].as_subclass(Marked))]  # noqa: E731
+    assert adam_steps(monkeypatch, private=True, ps=mixed)[2] == 3
+    assert adam_steps(monkeypatch, private=True, lr=torch.tensor(0.1))[2] == 3
+
+
+class Marked(torch.Tensor):
+    """A subclass of tensors that changes nothing."""
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_divisor_and_veto_go_along(make):
     """A divisor divides first; a veto of 1 leaves weights, state and counters bit for bit, and 0 changes nothing."""

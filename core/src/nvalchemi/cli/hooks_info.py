@@ -139,9 +139,7 @@ def _print(shown: dict[str, Any]) -> None:
     for title, text in _lines(shown):
         print(f"  {title:<12}  {text}")
     if "not_made" in shown:
-        print(
-            f"\nIt was not made, so that its stages are not known: {shown['not_made']}\nGive it --arguments JSON that it takes."
-        )
+        print(f"\nIt was not made, so that its stages are not known: {shown['not_made']}\nGive it --arguments JSON.")
     if shown["reason"]:
         print(f"\nIt cannot be used: {shown['reason']}")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import adagrad, adam, adamw, sgd
 from torch.optim import optimizer as torch_optimizer
 
+from nvalchemi.training.hooks import fused_adam
 from nvalchemi.training.hooks.plan import OptimizerPlan
 
 __all__ = ["StockExecutor", "code_around_step", "nobody_around", "why_not_folded"]
@@ -44,7 +45,8 @@ class StockExecutor:
     """Steps the fused optimizers of ``torch.optim``.
 
     The first step of an optimizer goes through its ``step()``, which makes its state; so does every step that somebody
-    hooks into. Afterwards the same kernel is called through the public functional form on lists that are kept.
+    hooks into. Afterwards the same kernel is called on lists that are kept: through the public functional form, or, for
+    Adam and AdamW on tensors of one kind, by itself (`fused_adam`).
     Everything else is refused, and so is a veto on the device where there is no complete state to be left alone.
     """
 
@@ -88,7 +90,7 @@ class _Kept:
         self._parameters: Sequence[Tensor] | None = None
         self._groups: list[dict[str, Any]] = []
         self._states: list[dict[str, Any]] = []
-        self._lists: list[tuple[list[Tensor], list[dict[str, Any]], tuple[Any, ...]]] = []
+        self._lists: list[tuple[list[Tensor], list[dict[str, Any]], bool, tuple[Any, ...]]] = []
 
     def holds(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
         """Return whether nothing has changed but numbers: settings, weights, gradients and what the state holds."""
@@ -115,7 +117,7 @@ class _Kept:
             needed = _ALGORITHMS[type(optimizer)].needs(group)
             if any(name not in one or one[name] is None for one in states for name in needed):
                 return False
-            lists.append((own, states, _switches(group)))
+            lists.append((own, states, fused_adam.are_alike(own), _switches(group)))
         self._lists, self._parameters = lists, parameters
         self._groups = optimizer.param_groups
         self._states = list(optimizer.state.values())
@@ -125,9 +127,10 @@ class _Kept:
         """Call the fused kernel on every group."""
         run = _ALGORITHMS[type(plan.optimizer)].run
         with torch.no_grad():
-            for group, (own, states, _) in zip(plan.optimizer.param_groups, self._lists, strict=True):
+            for group, (own, states, alike, _) in zip(plan.optimizer.param_groups, self._lists, strict=True):
                 if own:
-                    run(group, own, [p.grad for p in own], states, grad_scale=plan.divisor, found_inf=plan.veto_flag)
+                    grads = [p.grad for p in own]
+                    run(group, own, grads, states, alike, grad_scale=plan.divisor, found_inf=plan.veto_flag)
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -156,6 +159,12 @@ class _Algorithm(NamedTuple):
     run: Callable[..., None]
 
 
+def _are_plain(lr: Any, beta1: Any, beta2: Any, amp: Mapping[str, Tensor | None], device: torch.device) -> bool:
+    """Return whether settings are numbers, and divisor and veto are where the parameters are."""
+    numbers = type(lr) is float and type(beta1) is float and type(beta2) is float
+    return numbers and all(one is None or one.device == device for one in amp.values())
+
+
 def _column(states: list[dict[str, Any]], name: str) -> list[Tensor]:
     return [state[name] for state in states]
 
@@ -165,10 +174,35 @@ def _adam_needs(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_adam(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+    group: Mapping[str, Any],
+    own: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    alike: bool,
+    **amp: Any,
 ) -> None:
     beta1, beta2 = group["betas"]
-    algorithm = adamw.adamw if group["decoupled_weight_decay"] else adam.adam
+    decoupled = group["decoupled_weight_decay"]
+    if alike and fused_adam.agrees(decoupled) and _are_plain(group["lr"], beta1, beta2, amp, own[0].device):
+        fused_adam.step_(
+            own,
+            grads,
+            _column(states, "exp_avg"),
+            _column(states, "exp_avg_sq"),
+            _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
+            _column(states, "step"),
+            decoupled=decoupled,
+            amsgrad=group["amsgrad"],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            **amp,
+        )
+        return
+    algorithm = adamw.adamw if decoupled else adam.adam
     algorithm(
         own,
         grads,
@@ -191,7 +225,12 @@ def _run_adam(
 
 
 def _run_sgd(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+    group: Mapping[str, Any],
+    own: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    alike: bool,
+    **amp: Any,
 ) -> None:
     momentum = group["momentum"]
     sgd.sgd(
@@ -211,7 +250,12 @@ def _run_sgd(
 
 
 def _run_adagrad(
-    group: Mapping[str, Any], own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], **amp: Any
+    group: Mapping[str, Any],
+    own: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    alike: bool,
+    **amp: Any,
 ) -> None:
     adagrad.adagrad(
         own,
