@@ -183,45 +183,21 @@ def _run_adam(
 ) -> None:
     beta1, beta2 = group["betas"]
     decoupled = group["decoupled_weight_decay"]
-    if alike and fused_adam.agrees(decoupled) and _are_plain(group["lr"], beta1, beta2, amp, own[0].device):
-        fused_adam.step_(
-            own,
-            grads,
-            _column(states, "exp_avg"),
-            _column(states, "exp_avg_sq"),
-            _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
-            _column(states, "step"),
-            decoupled=decoupled,
-            amsgrad=group["amsgrad"],
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-            **amp,
-        )
-        return
-    algorithm = adamw.adamw if decoupled else adam.adam
-    algorithm(
+    columns = (
         own,
         grads,
         _column(states, "exp_avg"),
         _column(states, "exp_avg_sq"),
         _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
         _column(states, "step"),
-        foreach=False,
-        fused=True,
-        capturable=group["capturable"],
-        amsgrad=group["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        **amp,
     )
+    settings = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    settings |= {"beta1": beta1, "beta2": beta2, **amp}
+    if alike and fused_adam.agrees(decoupled) and _are_plain(group["lr"], beta1, beta2, amp, own[0].device):
+        fused_adam.step_(*columns, decoupled=decoupled, **settings)
+    else:
+        algorithm = adamw.adamw if decoupled else adam.adam
+        algorithm(*columns, foreach=False, fused=True, capturable=group["capturable"], **settings)
 
 
 def _run_sgd(
