@@ -28,7 +28,7 @@ TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
-        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "LooksAhead", "Provenance", "ProvidesAveragedModel",
         "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
         "register_plugin",

@@ -163,6 +163,9 @@ class TrainContext(HookContext):
         Batches so far in this epoch.
     epoch : int
         The number of this epoch, from 0.
+    is_last_batch : bool
+        No other batch follows in this pass. A strategy knows it if a hook asks for it; see
+        `nvalchemi.hooks.LooksAhead`.
     window_complete : bool
         False while more batches follow before the optimizer steps. **A hook that accumulates sets it** at BEFORE_BATCH.
     step_skipped : bool
@@ -196,6 +199,7 @@ class TrainContext(HookContext):
     batch_count: int = 0
     epoch_step_count: int = 0
     epoch: int = 0
+    is_last_batch: bool = False
     window_complete: bool = True
     step_skipped: bool = False
     outcome: StepOutcome | None = None
