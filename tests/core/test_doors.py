@@ -28,8 +28,9 @@ TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
-        "HookListing", "HookOffer", "HookRegistry", "HookState", "PreparesLoader", "Provenance",
-        "ProvidesAveragedModel", "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "LooksAhead", "PreparesLoader",
+        "Provenance", "ProvidesAveragedModel", "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage",
+        "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
         "register_plugin",
     },
