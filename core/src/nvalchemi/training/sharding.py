@@ -48,7 +48,7 @@ def local_part(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        local: Tensor = tensor.to_local()  # type: ignore[no-untyped-call]
+        local: Tensor = tensor.to_local()
         return local
 
 
@@ -79,7 +79,7 @@ def like_sharded(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    local = whole.to(like.to_local().device)  # type: ignore[no-untyped-call]
+    local = whole.to(like.to_local().device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)  # each rank cuts its own
 
 
