@@ -36,8 +36,8 @@ CORE_NAMES = {
     },
     "nvalchemi.training": {
         "HookTrace", "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
-        "ValidationResult", "bare_module", "create_model_spec", "load_checkpoint", "load_training", "save_checkpoint",
-        "save_training", "take_snapshot",
+        "ValidationResult", "bare_module", "create_model_spec", "is_sharded", "like_sharded", "load_checkpoint",
+        "load_training", "local_part", "save_checkpoint", "save_training", "take_snapshot",
     },
     "nvalchemi.training.checkpoint": {
         "LoadedModels", "Snapshot", "load_checkpoint", "load_training", "save_checkpoint", "save_training",
