@@ -59,8 +59,8 @@ def weight_of(batch: Any, weigh: Callable[[Any], Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(
-            f"GradientAccumulationHook: the weight of a batch is {got}; give a number, or a tensor of numbers of at most "
-            "one dimension, which are added up."
+            f"GradientAccumulationHook: the weight of a batch is {got}; give a number, or a tensor of numbers of at "
+            "most one dimension, which are added up."
         )
     if not 0 < value < math.inf:
         raise ValueError(
