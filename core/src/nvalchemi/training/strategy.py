@@ -31,6 +31,7 @@ from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
+from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths
 from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.step_count import StepCount
@@ -202,6 +203,7 @@ class TrainingStrategy:
             )
         self.setup()
         loader = self._part_of(loader, training=True)
+        refuse_other_lengths(loader)
         if self._goal is None:
             self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
         with ExitStack() as stack:
@@ -337,6 +339,7 @@ class TrainingStrategy:
         with self._context(None) as ctx:
             ctx.models = dict(self.models)
             self.registry.dispatch(ctx, TrainingStage.SETUP)
+        refuse_other_hooks(self._assembly.named_hooks())
         built = [
             config.build(ctx.models[key], key) for key, configs in self.optimizer_configs.items() for config in configs
         ]

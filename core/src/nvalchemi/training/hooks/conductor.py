@@ -14,6 +14,7 @@ from nvalchemi.training.hooks.latest import LatestStep
 from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.parts import Parts, Voter
 from nvalchemi.training.hooks.pending import PendingStep
+from nvalchemi.training.hooks.ranks import Ranks
 from nvalchemi.training.hooks.stepping import StepOutcome, Waiting, attempt_step, attempt_without_waiting
 from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides, takes_part_in_step
 from nvalchemi.training.hooks.window import UpdateWindow
@@ -54,6 +55,7 @@ class Conductor:
         self._window: UpdateWindow | None = None
         self._carrier = Carrier([hook.update_executor() for hook in hooks if isinstance(hook, ProvidesExecutor)])
         self._roster = Roster()
+        self._ranks = Ranks(self._parts.voting)
 
     def stages(self) -> dict[TrainingStage, Callable[[TrainContext], None]]:
         """Return what is to be called at which stage."""
@@ -174,6 +176,7 @@ class Conductor:
 
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
+        window.ranks = ranks = self._ranks.exchange(ctx, window)
         for voter in self._parts.voting:
             hook, decides = voter.hook, voter.decides
             reads = hook.reads_grad
@@ -186,6 +189,8 @@ class Conductor:
             if reads:
                 window.reread()
         window.voting, self.at_work = False, None
+        if ranks is not None:
+            ranks.close()
 
     def _vote_of(self, voter: Voter, ctx: TrainContext, will_skip: bool) -> bool:
         hook, stage = voter.hook, TrainingStage.DO_OPTIMIZER_STEP

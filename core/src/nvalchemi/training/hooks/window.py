@@ -20,6 +20,7 @@ from nvalchemi.training.hooks.shared import Shared, too_late
 from nvalchemi.training.hooks.window_gradients import WindowGradients
 
 if TYPE_CHECKING:
+    from nvalchemi.training.hooks.ranks import RanksOfWindow
     from nvalchemi.training.hooks.scaling import ScalerDriver
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
@@ -53,6 +54,7 @@ class UpdateWindow:
     noted: str | None = None
     shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     exchanged = False  # what ranks share is known
+    ranks: RanksOfWindow | None = None  # with whom it was exchanged; None: this is the only one
     _flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
 
     def __init__(
@@ -250,8 +252,6 @@ class UpdateWindow:
         self.voting = True
         self._gradients.stop_watching()
         self.exchanged = True
-        for one in self.shared:
-            one.settle()
 
     def reread(self) -> None:
         """Look at ``.grad`` anew, after a hook that may have changed it; found-inf stays what backward left."""

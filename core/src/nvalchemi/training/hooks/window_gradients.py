@@ -110,7 +110,7 @@ class WindowGradients:
         everybody = self.everybody
         if optimizer is None:
             return self._chosen
-        return [everybody[optimizer]] if everybody[optimizer].tensors else []
+        return [everybody[optimizer]] if everybody[optimizer].are_there else []
 
     # What is asked of them.
 
@@ -248,5 +248,5 @@ class WindowGradients:
 
     def _look(self) -> None:
         """Note which optimizers have gradients, and where norms and flags of all of them meet."""
-        self._chosen = [gradients for gradients in self._known or () if gradients.tensors]
+        self._chosen = [gradients for gradients in self._known or () if gradients.are_there]
         self._device = self._chosen[0].device if self._chosen else _CPU
