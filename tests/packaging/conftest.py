@@ -49,6 +49,9 @@ PLUGINS = (
         {"ddp": "nvalchemi_hooks_distributed.plugin", "fsdp": "nvalchemi_hooks_distributed.plugin"},
     ),
     Distribution("plugins/ema", "nvalchemi_hooks_ema", {"ema": "nvalchemi_hooks_ema.plugin"}),
+    Distribution(
+        "plugins/grad-accum", "nvalchemi_hooks_grad_accum", {"grad_accum": "nvalchemi_hooks_grad_accum.plugin"}
+    ),
     Distribution("plugins/grad-clip", "nvalchemi_hooks_grad_clip", {"grad_clip": "nvalchemi_hooks_grad_clip.plugin"}),
     Distribution(
         "plugins/loss-scaling",

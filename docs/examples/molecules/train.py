@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_picture(options.plot)
         trajectories = load(options.data)
         parts = split(trajectories)
-        hooks = chosen_hooks(options.hooks, options.precision)
+        hooks = chosen_hooks(options.hooks, options.precision, options.accumulate)
         recorder = Recorder(identity(options, parts))
         loader = batches(parts.training, batch_size_of_rank(), shuffle=True)
         watching: list[Any] = [recorder]
@@ -152,7 +152,8 @@ def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) ->
         hooks=hooks,
         devices=options.device,
         validation=Validation(
-            loader=list(batches(parts.validation)), every_steps=max(1, length_of(options, loader) // 40)
+            loader=list(batches(parts.validation)),
+            every_steps=max(1, length_of(options, loader) // (40 * (1 if options.steps else options.accumulate))),
         ),
     )
 
@@ -170,7 +171,7 @@ def rise_and_fall(step: int) -> float:
     return min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
 
 
-def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, Any]]]:
+def chosen_hooks(names: str | None, precision: str, accumulate: int = 1) -> list[dict[str, dict[str, Any]]]:
     """Name the hooks of this run with their arguments, as ``TrainingStrategy(hooks=...)`` takes them.
 
     Raises
@@ -188,7 +189,8 @@ def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, 
             "add it to --hooks, or install it: pip install 'nvalchemi-hooks[loss-scaling]'"
         )
     spread = ["ddp"] if RANKS > 1 and "ddp" not in chosen and "fsdp" not in chosen else []
-    return [{name: settings.get(name, {})} for name in (*spread, *chosen)]
+    gathering = [{"grad_accum": {"steps": accumulate, "weight": "sizes"}}] if accumulate > 1 else []  # sizes: atoms
+    return gathering + [{name: settings.get(name, {})} for name in (*spread, *chosen)]
 
 
 def batch_size_of_rank() -> int:
@@ -205,7 +207,7 @@ def batch_size_of_rank() -> int:
 
 
 def length_of(options: Any, loader: Any) -> int:
-    """Count the steps of the run, were none of them vetoed."""
+    """Count the steps that were asked for, were none of them vetoed, or else the batches."""
     return options.steps or options.epochs * -(-len(loader) // RANKS)
 
 
@@ -250,6 +252,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     parser.add_argument(
         "--hooks", metavar="NAME,...", help=f"default: {','.join(SETTINGS)} as far as installed; '' is none"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="take one step for N batches, by the atoms they hold (default: %(default)s)",
     )
     parser.add_argument(
         "--precision",

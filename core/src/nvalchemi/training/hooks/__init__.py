@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nvalchemi_hooks_distributed import DDPHook as DDPHook
     from nvalchemi_hooks_distributed import FSDPHook as FSDPHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
+    from nvalchemi_hooks_grad_accum import GradientAccumulationHook as GradientAccumulationHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
     from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook

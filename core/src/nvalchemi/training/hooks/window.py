@@ -129,6 +129,22 @@ class UpdateWindow:
         """
         self._gradients.divide(by, optimizer, at_most)
 
+    def normalise(self, by: float | Tensor, *, at_most: float = math.inf) -> None:
+        """Have the gradients divided by what the window holds, so that a sum over batches becomes a mean.
+
+        It belongs to what true gradients are, as the loss scale does and a clipping factor does not: ``ctx.gradients``,
+        ``ctx.grad_norm`` and every norm hold it from now on. It is divided out together with whatever else is pending.
+        Called again, it divides by the product.
+
+        Parameters
+        ----------
+        by : float or torch.Tensor
+            Above 0; a tensor is 0-dim and floating. From DO_BACKWARD on, until hooks have decided on the step.
+        at_most : float
+            What a tensor cannot be above, if that is known.
+        """
+        self._gradients.normalise(by, at_most if isinstance(by, Tensor) else by)
+
     def nonfinite(self) -> Tensor:
         """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
         return self._gradients.nonfinite()
@@ -249,9 +265,9 @@ class UpdateWindow:
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers on which the step depends, and who takes their values once the host knows them."""
-        scaled = self._gradients.chosen() if self.scaler is not None else []
-        measured = [gradients for gradients in scaled if gradients.holds_inf is None]
-        products = [gradients.pending_product() for gradients in scaled if gradients.has_product]
+        divided = self._gradients.chosen() if self.scaler is not None or self._gradients.normalisers else []
+        measured = [gradients for gradients in divided if gradients.holds_inf is None and self.scaler is not None]
+        products = [gradients.pending_product() for gradients in divided if gradients.has_product]
         deferred, take_deferred = self.decision.ask()
 
         def take(values: Sequence[float]) -> None:

@@ -41,6 +41,8 @@ class WindowGradients:
         The loss scale has been taken out of some gradients.
     changed : bool
         A hook may have changed gradients.
+    normalisers : list of (float or torch.Tensor, float)
+        What the gradients are divided by to be true, and what each of them is at most.
     measured : list of (torch.Tensor, list of OptimizerGradients)
         Norms that were handed out, and of what they are.
     before_looking : callable or None
@@ -57,6 +59,7 @@ class WindowGradients:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, roster: Roster) -> None:
         self.optimizers = optimizers
+        self.normalisers: list[tuple[float | Tensor, float]] = []
         self.measured: list[tuple[Tensor, list[OptimizerGradients]]] = []
         self._given_scaler = scaler
         self.scaler: ScalerDriver | None = drive(scaler) if scaler is not None else None
@@ -73,6 +76,8 @@ class WindowGradients:
                 self.refuse_shared()
                 for gradients in self._chosen:
                     gradients.scale = self.scaler.scale_on(gradients.device)
+            for by, at_most in self.normalisers:
+                self._normalise(by, at_most)
             if self._watching:
                 for gradients in self._known:
                     gradients.remember()
@@ -123,6 +128,13 @@ class WindowGradients:
         for gradients in chosen:
             gradients.divide(by.to(gradients.device), at_most)
 
+    def normalise(self, by: float | Tensor, at_most: float) -> None:
+        """See `UpdateWindow.normalise`."""
+        self.normalisers.append((by, at_most))
+        if self._known is not None:
+            self._normalise(by, at_most)
+            self._grad_norm = None
+
     def peaks(self) -> list[Tensor]:
         """Return norms that are finite just where all gradients are: 0-dim, one for each optimizer that has any."""
         return [gradients.peak() for gradients in self.chosen()]
@@ -160,7 +172,8 @@ class WindowGradients:
 
     def fits(self, gradients: OptimizerGradients) -> bool:
         """Return whether loss scale times divisor is finite whatever happens."""
-        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _ROOMY
+        largest = 1.0 if self.scaler is None else self.scaler.largest
+        return largest * gradients.largest_divisor <= _ROOMY
 
     def refuse_shared(self) -> None:
         """Refuse a parameter that two optimizers hold."""
@@ -225,6 +238,13 @@ class WindowGradients:
         for gradients in self._known or ():
             gradients.release()
         self._chosen = []
+
+    def _normalise(self, by: float | Tensor, at_most: float) -> None:
+        self.refuse_shared()
+        for gradients in self._chosen:
+            wide, device = torch.float64 if gradients.double else torch.float32, gradients.device
+            factor = by.to(device, wide) if isinstance(by, Tensor) else torch.full((), by, dtype=wide, device=device)
+            gradients.normalise(factor, at_most)
 
     def _look(self) -> None:
         """Note which optimizers have gradients, and where norms and flags of all of them meet."""
