@@ -43,8 +43,8 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
-        "TrainingUpdateOrchestrator", "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
+        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdatePriority",
     },
     "nvalchemi.testing": {
         "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",

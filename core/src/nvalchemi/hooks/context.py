@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nvalchemi.training.hooks.decision import Reading
     from nvalchemi.training.hooks.pending import PendingStep
     from nvalchemi.training.hooks.plan import AverageOffer
+    from nvalchemi.training.hooks.shared import Shared
     from nvalchemi.training.hooks.stepping import StepOutcome
     from nvalchemi.training.hooks.window import UpdateWindow
 
@@ -320,6 +321,32 @@ class TrainContext(HookContext):
     def note_veto(self, reason: str) -> None:
         """Give the reason of the veto that the hook at work is about to return."""
         self._window("note_veto").note_veto(reason)
+
+    def share(self, value: float | Tensor) -> Shared:
+        """Have a number added up over all ranks, in the one message that they exchange at the step anyway.
+
+        Every rank shares the same numbers in the same order, from BEFORE_BATCH (once an orchestrator has seen the batch)
+        until hooks decide on the step. In one process nothing is sent.
+
+        Parameters
+        ----------
+        value : float or torch.Tensor
+            A number, or a 0-dim tensor, which is copied as it is now.
+
+        Returns
+        -------
+        Shared
+            Its ``total`` and ``mean`` are 0-dim tensors, to be read in ``before_optimizer_step`` or later. A window of
+            several batches keeps what each of them has shared.
+
+        Raises
+        ------
+        HookContractError
+            It is no number, or the ranks have exchanged theirs for this step.
+        RuntimeError
+            No orchestrator has seen this batch yet.
+        """
+        return self._window("share").share(value)
 
     def read_later(self, tensor: Tensor) -> Reading:
         """Have a 0-dim tensor read with the one host read of the step, instead of in a read of its own.

@@ -16,6 +16,7 @@ from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
 from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
 from nvalchemi.training.hooks.scaling import drive
+from nvalchemi.training.hooks.shared import Shared
 from nvalchemi.training.unwrap import bare_module
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class UpdateWindow:
     voting = False  # deferred vetoes count now
     at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
     noted: str | None = None
+    shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     _has_voted = False
     _changed = False  # a hook may have changed gradients
     _gradients: list[OptimizerGradients] | None = None
@@ -226,6 +228,16 @@ class UpdateWindow:
         reason, self.noted = self.noted, None
         self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
 
+    def share(self, value: float | Tensor) -> Shared:
+        """See `TrainContext.share`."""
+        if self._has_voted:
+            raise HookContractError(
+                "A number was shared after the ranks have exchanged theirs for this step; share it earlier, in "
+                "transform_loss or at AFTER_BACKWARD for example."
+            )
+        self.shared = (*self.shared, one := Shared(value))
+        return one
+
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
         own = any(tensor is norm for norm, _ in self._measured)  # nobody changes these
@@ -270,6 +282,8 @@ class UpdateWindow:
         self.voting = self._has_voted = True
         if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
             self.refresh()
+        for one in self.shared:
+            one.settle()
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
