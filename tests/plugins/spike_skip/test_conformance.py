@@ -13,6 +13,8 @@ class TestSpikeSkipHook(HookConformance):
     vetoes = True
     stateful = True
     reads_grad = False
+    transforms_loss = True
+    decides_alike = True
     defers_veto = True
     supports_cuda = True
 

@@ -219,6 +219,15 @@ class TrainContext(HookContext):
         return _OPTIMIZERS.__get__(self)  # type: ignore[no-any-return]
 
     @property
+    def raw_loss(self) -> Tensor | None:
+        """The loss before any hook transformed it, detached: also in ``transform_loss``, where `loss` may be scaled.
+
+        From AFTER_BACKWARD on it is `loss`; None before there is one.
+        """
+        transformed = self.window is not None and self.window.raw_loss is not None
+        return self.window.raw_loss if transformed else _detached(self.loss)  # type: ignore[union-attr]
+
+    @property
     def gradients(self) -> dict[str, Tensor]:
         """The true (unscaled) gradients by parameter name, of every parameter that has one.
 

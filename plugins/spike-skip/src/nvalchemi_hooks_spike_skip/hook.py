@@ -136,6 +136,7 @@ class SpikeSkipHook(TrainingUpdateHook):
         self._histories = {
             name: History(window, logarithmic=not (signed_loss and name == "loss")) for name in _WATCHED[watch]
         }
+        self._shared: Any = None  # the loss of the window at hand
         self._judged: dict[str, _Judged] = {}
         self._report = SkipReport()
         self._has_warned = False
@@ -155,6 +156,17 @@ class SpikeSkipHook(TrainingUpdateHook):
         restarts = f"; the statistic was forgotten {self.restarts} times" if self.restarts else ""
         return f"{self.total_skips} steps skipped{restarts}\n{self._report}".rstrip()
 
+    def transform_loss(self, ctx: TrainContext, loss: Tensor) -> Tensor:
+        """Return the loss as it is; share the mean over the batches of the window, once it is complete."""
+        if "loss" in self._histories and ctx.raw_loss is not None:
+            raw = ctx.raw_loss if ctx.raw_loss.dtype == torch.float64 else ctx.raw_loss.float()
+            total, batches = self._open_loss + raw if self.open_batches else raw, self.open_batches + 1
+            if ctx.window_complete:
+                self._shared = ctx.share(total / batches if batches > 1 else total)
+                total, batches = 0.0, 0
+            self._open_loss, self.open_batches = total, batches
+        return loss
+
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
         """Have what is watched compared with its limit, on the device."""
         if ctx.window is None:
@@ -164,7 +176,12 @@ class SpikeSkipHook(TrainingUpdateHook):
             )
         self._judged = {}
         if "loss" in self._histories:
-            loss, limit = self._window_loss(ctx), self._limit("loss")
+            if self._shared is None:
+                raise RuntimeError(
+                    "SpikeSkipHook watches the loss, and has seen none in this window: no orchestrator was called at "
+                    "TrainingStage.DO_BACKWARD; call it there with ctx.loss set, or use watch='grad_norm'."
+                )
+            loss, limit, self._shared = self._shared.mean, self._limit("loss"), None
             self._judged["loss"] = _Judged(ctx.read_later(loss), limit)
             above = loss.nan_to_num(math.inf, math.inf, math.inf).sub_(_within(limit, loss)).clamp_(min=0.0)
             ctx.defer_veto_above(above, 0.0, _REASONS["loss"])
@@ -173,12 +190,6 @@ class SpikeSkipHook(TrainingUpdateHook):
             self._judged["grad_norm"] = _Judged(ctx.read_later(norm), limit)
             ctx.defer_veto_above(norm, _within(limit, norm), _REASONS["grad_norm"])
         return True
-
-    def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
-        """Keep the loss of a batch after which the window is still open."""
-        if not ctx.window_complete and "loss" in self._histories:
-            self._open_loss = self._open_loss + _loss_of(ctx)
-            self.open_batches += 1
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Take what was usual into the statistic, and what was not into the report."""
@@ -229,12 +240,6 @@ class SpikeSkipHook(TrainingUpdateHook):
         self._open_loss = state["open_loss"]
         for name in _COUNTERS:
             setattr(self, name, state[name])
-
-    def _window_loss(self, ctx: TrainContext) -> Tensor:
-        """Return the mean loss of the batches of this window, and begin with the next."""
-        mean = (self._open_loss + _loss_of(ctx)) / (self.open_batches + 1) if self.open_batches else _loss_of(ctx)
-        self._open_loss, self.open_batches = 0.0, 0
-        return mean
 
     def _limit(self, name: str) -> float:
         history = self._histories[name]
@@ -288,16 +293,6 @@ class SpikeSkipHook(TrainingUpdateHook):
     def __repr__(self) -> str:
         fields = ("watch", "threshold", "window", "warmup", "min_ratio", "max_consecutive_skips", "on_limit")
         return f"{type(self).__name__}({', '.join(f'{field}={getattr(self, field)!r}' for field in fields)})"
-
-
-def _loss_of(ctx: TrainContext) -> Tensor:
-    if ctx.loss is None:
-        raise RuntimeError(
-            "SpikeSkipHook watches the loss, and ctx.loss is None; set ctx.loss before TrainingStage.DO_BACKWARD, or "
-            "use watch='grad_norm'."
-        )
-    loss = ctx.loss.detach()
-    return loss if loss.dtype == torch.float64 else loss.float()
 
 
 def _within(limit: float, value: Tensor) -> float:

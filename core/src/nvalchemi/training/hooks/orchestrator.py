@@ -187,6 +187,8 @@ class TrainingUpdateOrchestrator:
 
     def _backward(self, ctx: TrainContext) -> None:
         original, loss = ctx.loss, ctx.loss
+        window = self._current(ctx)
+        window.raw_loss = ctx.raw_loss
         try:
             for child in self._transforming:
                 ctx.loss = differentiable(loss, "the loss that was given")
@@ -198,9 +200,8 @@ class TrainingUpdateOrchestrator:
                 loss = differentiable(loss, f"what {type(child).__name__} returned at DO_BACKWARD")
             differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
         finally:
-            ctx.loss = original
+            ctx.loss, window.raw_loss = original, None
             ctx.let_go_of_graph()
-        window = self._current(ctx)
         window.follow(ctx.grad_scaler)
         window.refresh()
 

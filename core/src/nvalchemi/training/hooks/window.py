@@ -55,6 +55,7 @@ class UpdateWindow:
     voting = False  # deferred vetoes count now
     at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
     noted: str | None = None
+    raw_loss: Tensor | None = None  # during a backward pass: the loss that no hook has transformed yet
     shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     _has_voted = False
     _changed = False  # a hook may have changed gradients
