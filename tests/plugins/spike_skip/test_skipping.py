@@ -13,7 +13,7 @@ from nvalchemi.errors import NoProgressError
 from nvalchemi.hooks import TrainContext
 from nvalchemi.testing import VetoingHook
 from nvalchemi.training import TrainingStage
-from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
+from nvalchemi.training.hooks import Shared, TrainingUpdateHook, UpdatePriority
 from nvalchemi_hooks_spike_skip import SpikeSkipHook
 
 POISONED = {40: 30.0, 70: 1e4, 71: 9.0}
@@ -171,6 +171,23 @@ def test_a_window_of_several_batches_has_their_mean_loss(stream, noisy):
     assert run.batch(50.0)
     assert hook.skips[0].value == pytest.approx(25.5)
     assert hook.state_dict()["open_loss"] == hook.state_dict()["open_batches"] == 0
+
+
+def test_over_several_ranks_their_mean_loss_counts(stream, monkeypatch):
+    """What is judged and kept is the mean of what all ranks have shared, one number a window."""
+    shared, inner = [], Shared.settle
+
+    def settle(one, *args):
+        shared.append(one)
+        inner(one, one.value + 3.0, 2)  # as if another rank had a loss of 3
+
+    monkeypatch.setattr(Shared, "settle", settle)
+    hook = SpikeSkipHook(window=8)
+    run = stream(hook)
+    run.batch(1.5, complete=False)
+    run.batch(0.5)
+    assert len(shared) == 1
+    assert hook.state_dict()["histories"]["loss"] == [2.0]
 
 
 def test_under_a_loss_scale_the_loss_is_the_raw_one(stream, noisy):
