@@ -114,6 +114,8 @@ def test_what_is_not_finite_is_never_taken(stream, noisy):
     run.skipped(noisy(8))
     assert run.skipped([50.0, *[math.inf, -math.inf, math.nan] * 3]) == list(range(10))
     assert (hook.consecutive_skips, hook.restarts, hook.total_skips) == (1, 0, 10)
+    run = stream(SpikeSkipHook(watch="loss"))
+    assert [run.batch(loss, 1.0) for loss in (-math.inf, math.nan, math.inf, 1.0)] == [True, True, True, False]
 
 
 def test_the_report_says_step_value_and_limit(stream, noisy, caplog):
