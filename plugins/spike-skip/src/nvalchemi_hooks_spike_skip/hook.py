@@ -160,11 +160,11 @@ class SpikeSkipHook(TrainingUpdateHook):
         """Return the loss as it is; share the mean over the batches of the window, once it is complete."""
         if "loss" in self._histories and ctx.raw_loss is not None:
             raw = ctx.raw_loss if ctx.raw_loss.dtype == torch.float64 else ctx.raw_loss.float()
-            total, batches = self._open_loss + raw if self.open_batches else raw, self.open_batches + 1
+            self._open_loss = self._open_loss + raw if self.open_batches else raw
+            self.open_batches += 1
             if ctx.window_complete:
-                self._shared = ctx.share(total / batches if batches > 1 else total)
-                total, batches = 0.0, 0
-            self._open_loss, self.open_batches = total, batches
+                self._shared = ctx.share(self._open_loss / self.open_batches if self.open_batches > 1 else raw)
+                self._open_loss, self.open_batches = 0.0, 0
         return loss
 
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
