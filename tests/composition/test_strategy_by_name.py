@@ -51,6 +51,7 @@ def test_every_official_name_is_listed_with_its_distribution():
         "loss_scaling": "nvalchemi-hooks-loss-scaling",
         "mixed_precision": "nvalchemi-hooks-loss-scaling",
         "scaler_veto": "nvalchemi-hooks-scaler-veto",
+        "spike_skip": "nvalchemi-hooks-spike-skip",
         "triton": "nvalchemi-hooks-triton",
     }
     assert {hook.state.value for hook in listed.values()} == {"available"}

@@ -64,6 +64,9 @@ PLUGINS = (
     Distribution(
         "plugins/scaler-veto", "nvalchemi_hooks_scaler_veto", {"scaler_veto": "nvalchemi_hooks_scaler_veto.plugin"}
     ),
+    Distribution(
+        "plugins/spike-skip", "nvalchemi_hooks_spike_skip", {"spike_skip": "nvalchemi_hooks_spike_skip.plugin"}
+    ),
     Distribution("plugins/triton", "nvalchemi_hooks_triton", {"triton": "nvalchemi_hooks_triton.plugin"}),
 )
 

@@ -26,7 +26,17 @@ WAYS = {
     "two extras": (["./core[ema,grad-clip]"], ["ema", "grad-clip"]),
     "all": (
         ["./core[all]"],
-        ["checkpoint", "distributed", "ema", "grad-accum", "grad-clip", "loss-scaling", "scaler-veto", "triton"],
+        [
+            "checkpoint",
+            "distributed",
+            "ema",
+            "grad-accum",
+            "grad-clip",
+            "loss-scaling",
+            "scaler-veto",
+            "spike-skip",
+            "triton",
+        ],
     ),
     "by path": (["./core", "./plugins/scaler-veto"], ["scaler-veto"]),
     "extra and path": (["./core[ema]", "./plugins/ema"], ["ema"]),

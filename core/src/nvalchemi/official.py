@@ -61,6 +61,7 @@ OFFICIAL_HOOKS: tuple[OfficialHook, ...] = (
     _hook("GradientClipHook", "grad_clip", "grad-clip"),
     _hook("LossScalingHook", "loss_scaling", "loss-scaling"),
     _hook("MixedPrecisionHook", "mixed_precision", "loss-scaling"),
+    _hook("SpikeSkipHook", "spike_skip", "spike-skip"),
     _hook("TritonHook", "triton", "triton"),
 )
 

@@ -35,6 +35,7 @@ ARGUMENTS = {
     "grad_clip": lambda case, folder: {"max_norm": 0.05},
     "loss_scaling": lambda case, folder: {"growth_interval": 2, "init_scale": 1024.0},
     "mixed_precision": lambda case, folder: {"precision": case.precision, **SCALING.get(case.precision, {})},
+    "spike_skip": lambda case, folder: {"window": 4, "warmup": 2, "threshold": 2.0},
 }
 # What in a hook's state says which run it is, not how far it is: equal runs differ there.
 RUN_MARKS = {"checkpoint": ("folder",)}

@@ -197,6 +197,15 @@ class TrainContext(UpdatePowers, HookContext):
         """The optimizers, for whoever does not look at their learning rates. Nothing is resolved."""
         return _OPTIMIZERS.__get__(self)  # type: ignore[no-any-return]
 
+    @property
+    def raw_loss(self) -> Tensor | None:
+        """The loss before any hook transformed it, detached: also in ``transform_loss``, where `loss` may be scaled.
+
+        From AFTER_BACKWARD on it is `loss`; None before there is one.
+        """
+        raw = None if self.window is None else self.window.raw_loss
+        return _detached(self.loss if raw is None else raw)  # type: ignore[no-any-return]
+
     def close(self, error: BaseException | None = None) -> None:
         """Close what was opened for this batch and let go of the graph."""
         self.let_go_of_graph()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
     from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook
     from nvalchemi_hooks_scaler_veto import GradScalerVetoHook as GradScalerVetoHook
+    from nvalchemi_hooks_spike_skip import SpikeSkipHook as SpikeSkipHook
     from nvalchemi_hooks_triton import TritonHook as TritonHook
 
 __getattr__, __dir__ = door(

@@ -113,6 +113,8 @@ class Conductor:
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
         original, loss = ctx.loss, ctx.loss
+        window = self._current(ctx)
+        window.raw_loss = original
         try:
             for hook, whole in self._parts.transform_loss:
                 ctx.loss = differentiable(loss, "the loss that was given")
@@ -126,9 +128,8 @@ class Conductor:
                 loss = differentiable(loss, f"what {type(hook).__name__} returned at DO_BACKWARD")
             differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
         finally:
-            ctx.loss = original
+            ctx.loss, window.raw_loss = original, None
             ctx.let_go_of_graph()
-        window = self._current(ctx)
         window.follow(ctx.grad_scaler)
         window.refresh()
 

@@ -52,6 +52,7 @@ class UpdateWindow:
     voting = False  # deferred vetoes count now
     at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
     noted: str | None = None
+    raw_loss: Tensor | None = None  # during a backward pass: the loss that no hook has transformed yet
     shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     exchanged = False  # what ranks share is known
     ranks: RanksOfWindow | None = None  # with whom it was exchanged; None: this is the only one
