@@ -74,7 +74,7 @@ class Plan:
             self._blending[without] = self._prepared([pair for pair in self._pairs if pair.name not in without])
         return self._blending[without]
 
-    def fits(self, source: nn.Module, averaged: nn.Module) -> bool:
+    def fits(self, source: nn.Module, averaged: nn.Module | None) -> bool:
         """Return whether both models still hold the same tensors, without waiting for a device."""
         return source is self._source and averaged is self._averaged and self._watched.holds()
 
