@@ -32,7 +32,7 @@ def bare_module(module: nn.Module) -> nn.Module:
     True
     """
     while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             module = module.module
         elif _is_compiled(module):
             module = module.get_submodule("_orig_mod")

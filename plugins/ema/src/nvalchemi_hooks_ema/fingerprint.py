@@ -46,7 +46,7 @@ class Fingerprint:
         # What is freed may be followed by something else at its place, so everything is kept alive.
         self._held = [dict(slot) for slot in self._slots]
         odd = [(slot, name) for slot in self._slots for name, value in slot.items() if _may_equal_another(value)]
-        self._odd_places = [slot for slot, _ in odd], [name for _, name in odd]
+        self._odd_places: tuple[list[Any], ...] = [slot for slot, _ in odd], [name for _, name in odd]
         self._odd = [slot[name] for slot, name in odd]
         held = [value for slot in self._held for value in slot.values() if isinstance(value, Tensor)]
         self._tensors = held if located is None else located
@@ -59,6 +59,18 @@ class Fingerprint:
         name, first = next(module.named_parameters())
         path = name.split(".")[:-1]
         return cls([module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)], [first])
+
+    def together_with(self, other: Fingerprint) -> Self:
+        """Watch what another one watches as well, in one look."""
+        self._slots += other._slots
+        self._held += other._held
+        self._odd_places = tuple(
+            ours + theirs for ours, theirs in zip(self._odd_places, other._odd_places, strict=True)
+        )
+        self._odd += other._odd
+        self._tensors = [*self._tensors, *other._tensors]
+        self._addresses += other._addresses
+        return self
 
     def holds(self) -> bool:
         """Return whether everything is as it was."""

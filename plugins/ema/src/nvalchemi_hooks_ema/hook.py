@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["EMAHook"]
 
 
+def _read_quickly(private: str) -> property:
+    """Return a property that reads a private attribute, for what is read every step: pydantic's own way takes 5 us."""
+
+    def read(hook: EMAHook) -> Any:
+        return hook.__pydantic_private__[private]  # type: ignore[index]  # it is there once the hook is made
+
+    return property(read)
+
+
 class EMAHook(TrainingUpdateHook, BaseModel):
     r"""Keep an exponential moving average of a model's weights.
 
@@ -118,6 +127,8 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     _shadow: Shadow | None = PrivateAttr(default=None)
     _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
     _unsettled: TrainContext | None = PrivateAttr(default=None)  # the step of an update that may have been vetoed
+    _shadow_at_work = _read_quickly("_shadow")
+    _is_unsettled_by = _read_quickly("_unsettled")
 
     # Two hooks of equal configuration are two hooks; comparing field by field would compare tensors.
     __eq__ = object.__eq__
@@ -138,10 +149,10 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
         """Veto nothing; offer the average to whoever carries out the step, if there is somebody who would take it."""
-        shadow = self._shadow
+        shadow = self._shadow_at_work
         if shadow is not None:
             shadow.withdraw()
-            if not will_skip and self._counts(ctx) and wants_offers(ctx):
+            if not will_skip and wants_offers(ctx) and self._counts(ctx):
                 shadow.offer(self._source(ctx), ctx)
         return True
 
@@ -153,7 +164,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         if skipped or not self._counts(ctx):
             return
         source = self._source(ctx)
-        shadow = self._shadow or self._fitted_shadow(source)
+        shadow = self._shadow_at_work or self._fitted_shadow(source)
         veto = ctx.veto_flag if ctx.window is not None else None
         if veto is not None and shadow.is_fresh:
             if ctx.step_skipped:  # asking decides
@@ -167,8 +178,10 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count an update that was done under a veto, now that the host knows whether it was one."""
-        unsettled, self._unsettled = self._unsettled, None
-        if unsettled is not None and self._shadow is not None and not skipped:
+        if self._is_unsettled_by is None:
+            return
+        self._unsettled = None
+        if self._shadow is not None and not skipped:
             self._shadow.count()
             self.num_updates += 1
 

@@ -64,9 +64,8 @@ class Plan:
         self._weight = weight
         self._blending: dict[frozenset[str], list[kernels.Call]] = {}
         self._source, self._averaged = source, averaged
-        self._live = Fingerprint(source.modules())
         # The averaged model is moved or replaced as a whole or not at all, so one tensor of it is enough to look at.
-        self._average = Fingerprint.of_first_parameter(averaged)
+        self._watched = Fingerprint.of_first_parameter(averaged).together_with(Fingerprint(source.modules()))
 
     def blending(self, without: frozenset[str] = _NOTHING) -> list[kernels.Call]:
         """Return the calls of every other update: averages move, and what cannot be averaged is copied.
@@ -80,9 +79,9 @@ class Plan:
             self._blending[without] = self._prepared([pair for pair in self._pairs if pair.name not in without])
         return self._blending[without]
 
-    def fits(self, source: nn.Module, averaged: nn.Module) -> bool:
+    def fits(self, source: nn.Module, averaged: nn.Module | None) -> bool:
         """Return whether both models still hold the same tensors, without waiting for a device."""
-        return source is self._source and averaged is self._averaged and self._average.holds() and self._live.holds()
+        return source is self._source and averaged is self._averaged and self._watched.holds()
 
     def _prepared(self, pairs: Collection[Pair]) -> list[kernels.Call]:
         low: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -26,7 +26,8 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _INNER = "module."  # where an AveragedModel keeps the copy
 _NOTHING: frozenset[str] = frozenset()
 _version = attrgetter("_version")
-_OF_THIS_PROCESS = ("_plan", "_counted", "_written", "_offered")
+_OF_THIS_PROCESS = ("_plan", "_counted", "_written", "_offered", "_no_grad")
+_ONE = torch.tensor(1)  # any device takes it as a number
 
 
 class Shadow:
@@ -90,7 +91,7 @@ class Shadow:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing was averaged yet, so that the next update copies."""
-        counter = self.averaged.n_averaged
+        counter = self._counter()
         if self._counted is not None and self._counted[0] is counter and self._counted[1] == counter._version:
             return False
         return int(counter) == 0  # read only where somebody else may have written it
@@ -115,7 +116,6 @@ class Shadow:
         """Forget what was offered for a step that did not come."""
         self._offered = []
 
-    @torch.no_grad()
     def update(self, source: nn.Module, veto: Tensor | None = None) -> None:
         """Follow the live model: the first time by a copy, then by ``decay * old + (1 - decay) * new``.
 
@@ -127,21 +127,24 @@ class Shadow:
             0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged; whether to `count` is said later.
             There is none for a copy: an average that `is_fresh` has to know whether the step was executed.
         """
-        taken = self._take_offered()
+        taken = self._take_offered() if self._offered else _NOTHING
         if self._is_sharded:  # a copy of the user's own may have stayed gathered when it was called
             put_back(self.averaged)
         plan = self._fitting_plan(source)
-        self._accept_writes()
-        for call in plan.copying if self.is_fresh else plan.blending(taken):
-            call(veto)
+        if plan.rounded:
+            self._accept_writes()
+        with self._no_grad:
+            for call in plan.copying if self.is_fresh else plan.blending(taken):
+                call(veto)
         if veto is None:
             self.count()
-        self._note_writes()
+        if plan.rounded:
+            self._note_writes()
 
     def count(self) -> None:
         """Count an update."""
-        counter = self.averaged.n_averaged
-        counter.add_(1)
+        counter = self._counter()
+        counter.add_(_ONE)
         self._counted = counter, counter._version
 
     def state(self) -> dict[str, Any]:
@@ -186,19 +189,23 @@ class Shadow:
         vars(self).update(state)
         self._forget()
 
+    def _counter(self) -> Tensor:
+        counter = self.averaged._buffers["n_averaged"]  # as an attribute it is looked for in three places
+        assert counter is not None
+        return counter
+
     def _forget(self) -> None:
         self._plan, self._counted, self._written, self._offered = None, None, [], []
+        self._no_grad = torch.no_grad()  # made once: making one takes as long as a small update
 
     def _fitting_plan(self, source: nn.Module) -> Plan:
-        if self._plan is None or not self._plan.fits(source, self.averaged.module):
+        if self._plan is None or not self._plan.fits(source, self.averaged._modules["module"]):
             self.match(source)
         assert self._plan is not None
         return self._plan
 
     def _take_offered(self) -> frozenset[str]:
         """Return the names of what is averaged already; that the step wrote those averages is as it should be."""
-        if not self._offered:
-            return _NOTHING
         taken, self._offered = taken_names(self._offered), []
         if self._plan is not None:
             rounded = zip(self._plan.rounded, self._versions(), self._written, strict=True)

@@ -35,8 +35,9 @@ class TrainedParameter(NamedTuple):
 
 def publish(ctx: TrainContext, scaler: LossScaler, hook: object) -> None:
     """Make `scaler` the one of the context, whose window the orchestrator closes."""
-    refuse_foreign_scaler(ctx, scaler, hook)
-    ctx.grad_scaler = scaler
+    if ctx.grad_scaler is not scaler:
+        refuse_foreign_scaler(ctx, scaler, hook)
+        ctx.grad_scaler = scaler
 
 
 def refuse_foreign_scaler(ctx: TrainContext, scaler: LossScaler | None, hook: object) -> None:

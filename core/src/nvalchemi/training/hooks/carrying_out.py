@@ -65,10 +65,10 @@ class Carrier:
         if among.scaler is not None and not among.scaler.folds:
             obstacle = "the scaler unscales by itself"
         elif not (obstacle := code_around_step(optimizer)):
-            divisor = None if pending is None else pending.to(torch.float32)
+            divisor = pending if pending is None or pending.dtype is torch.float32 else pending.to(torch.float32)
             flag = veto_flag if veto_flag is None else veto_flag.to(gradients.device)
             plan = OptimizerPlan(optimizer, gradients.with_grad, divisor, flag, tuple(offers))
-            others = self.executors if nobody_around(optimizer) else ()
+            others = self.executors if self.executors and nobody_around(optimizer) else ()
             for executor in (*others, self._stock):
                 if executor.execute(plan):
                     gradients.left_undivided = executor is not self._stock

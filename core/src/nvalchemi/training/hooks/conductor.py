@@ -112,21 +112,22 @@ class Conductor:
 
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
-        original, loss = ctx.loss, ctx.loss
+        original = ctx.loss
         window = self._current(ctx)
         window.raw_loss = original
         try:
+            loss = differentiable(original)
             for hook, whole in self._parts.transform_loss:
-                ctx.loss = differentiable(loss, "the loss that was given")
+                ctx.loss = loss
                 self._begin(hook, ctx)
                 if whole:
                     answer = hook(ctx, TrainingStage.DO_BACKWARD, False)
                     _, loss = checked_pair(hook, answer, TrainingStage.DO_BACKWARD)
                 else:
-                    loss = hook.transform_loss(ctx, ctx.loss)
+                    loss = hook.transform_loss(ctx, loss)
                 self.at_work = None
-                loss = differentiable(loss, f"what {type(hook).__name__} returned at DO_BACKWARD")
-            differentiable(loss, "the loss that was given").backward()  # type: ignore[no-untyped-call]
+                loss = differentiable(loss, hook)
+            loss.backward()  # type: ignore[no-untyped-call]
         finally:
             ctx.loss, window.raw_loss = original, None
             ctx.let_go_of_graph()
@@ -178,6 +179,7 @@ class Conductor:
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
         window.ranks = ranks = self._ranks.exchange(ctx, window)
+        vetoes = window.decision.vetoes
         for voter in self._parts.voting:
             hook, decides = voter.hook, voter.decides
             reads = hook.reads_grad
@@ -185,7 +187,7 @@ class Conductor:
                 window.resolve()
             if reads:
                 window.materialise()
-            if decides and self._vote_of(voter, ctx, window.vetoed) is not True:
+            if decides and self._vote_of(voter, ctx, bool(vetoes)) is not True:
                 window.veto(hook)
             if reads:
                 window.reread()

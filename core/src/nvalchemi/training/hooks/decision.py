@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "Reading", "Veto", "fold_flags", "read_together"]
 
 
+_is_cpu = attrgetter("is_cpu")
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -56,7 +58,10 @@ class Deferred(NamedTuple):
 
     def vetoes(self, values: Sequence[float]) -> bool:
         """Return whether the numbers, now on the host, veto."""
-        return any(value != 0 if self.limit is None else not value <= self.limit for value in values)
+        limit = self.limit
+        if limit is None:
+            return any(values)  # nan is not 0 either
+        return any([not value <= limit for value in values])  # noqa: C419 - quicker than a generator for so few
 
 
 class Decision:
@@ -100,6 +105,8 @@ class Decision:
 
     def veto_flag(self) -> Tensor | None:
         """Return the deferred vetoes as one float32 tensor that is exactly 0 or 1; None if there are none."""
+        if not self.deferred:  # most often: the host knows
+            return None
         numbers = any(one.numbers for one in self.deferred)
         return fold_flags(self.deferred) if numbers else None
 
@@ -164,7 +171,7 @@ def _float32(number: float) -> float:
 
 def read_together(tensors: Sequence[Tensor]) -> list[float]:
     """Return 0-dim tensors as floats, with one wait for the device however many they are."""
-    if len(tensors) == 1 or all(tensor.is_cpu for tensor in tensors):
+    if len(tensors) == 1 or all(map(_is_cpu, tensors)):
         return [tensor.tolist() for tensor in tensors]  # type: ignore[misc]  # a 0-dim tensor gives a number
     numbers: list[float] = pack(tensors).tolist()
     return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,9 @@ from nvalchemi.training.hooks.plan import OptimizerPlan
 from nvalchemi.training.sharding import any_sharded, local_part, local_parts, placed_alike
 
 __all__ = ["StockExecutor", "code_around_step", "nobody_around", "why_not_folded"]
+
+
+_grad = attrgetter("grad")
 
 
 def why_not_folded(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> str:
@@ -96,7 +99,9 @@ class _Kept:
         self._sharded = False
         self._groups: list[dict[str, Any]] = []
         self._states: list[dict[str, Any]] = []
-        self._lists: list[tuple[list[Tensor], list[dict[str, Any]], bool, tuple[Any, ...]]] = []
+        self._lists: list[tuple[list[Tensor], list[dict[str, Any]], bool]] = []
+        self._switches: list[tuple[Any, ...]] = []
+        self._no_grad = torch.no_grad()  # made once: making one takes as long as a small operation
 
     def holds(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
         """Return whether nothing has changed but numbers: settings, weights, gradients and what the state holds."""
@@ -108,7 +113,7 @@ class _Kept:
             and parameters is self._parameters
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))  # load_state_dict makes new ones
-            and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
+            and [_switches(group) for group in groups] == self._switches
             and nobody_around(optimizer)
             and (not self._sharded or placed_alike(parameters, [p.grad for p in parameters]))  # type: ignore[misc]
         )
@@ -124,8 +129,9 @@ class _Kept:
             needed = _ALGORITHMS[type(optimizer)].needs(group)
             if any(name not in one or one[name] is None for one in states for name in needed):
                 return False
-            lists.append((own, states, fused_adam.are_alike(local_parts(own)), _switches(group)))
+            lists.append((own, states, fused_adam.are_alike(local_parts(own))))
         self._lists, self._parameters, self._sharded = lists, parameters, any_sharded(parameters)
+        self._switches = [_switches(group) for group in optimizer.param_groups]
         self._groups = optimizer.param_groups
         self._states = list(optimizer.state.values())
         return True
@@ -133,11 +139,11 @@ class _Kept:
     def step(self, plan: OptimizerPlan) -> None:
         """Call the fused kernel on every group."""
         run = _ALGORITHMS[type(plan.optimizer)].run
-        with torch.no_grad():
-            for group, (own, states, alike, _) in zip(plan.optimizer.param_groups, self._lists, strict=True):
+        with self._no_grad:
+            for group, (own, states, alike) in zip(plan.optimizer.param_groups, self._lists, strict=True):
                 if own:
-                    grads = [p.grad for p in own]
-                    lists = _local(own, grads, states) if self._sharded else (own, grads, states)  # type: ignore[arg-type]
+                    grads = list(map(_grad, own))
+                    lists = _local(own, grads, states) if self._sharded else (own, grads, states)
                     run(group, *lists, alike, grad_scale=plan.divisor, found_inf=plan.veto_flag)
 
 
@@ -182,7 +188,7 @@ def _are_plain(lr: Any, beta1: Any, beta2: Any, amp: Mapping[str, Tensor | None]
 
 
 def _column(states: list[dict[str, Any]], name: str) -> list[Tensor]:
-    return [state[name] for state in states]
+    return list(map(itemgetter(name), states))
 
 
 def _adam_needs(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -207,8 +213,16 @@ def _run_adam(
         _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
         _column(states, "step"),
     )
-    settings = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
-    settings |= {"beta1": beta1, "beta2": beta2, **amp}
+    settings = {
+        "amsgrad": group["amsgrad"],
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+        **amp,
+    }
     if alike and fused_adam.agrees(decoupled) and _are_plain(group["lr"], beta1, beta2, amp, own[0].device):
         fused_adam.step_(*columns, decoupled=decoupled, **settings)
     else:

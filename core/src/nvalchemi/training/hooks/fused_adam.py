@@ -46,7 +46,7 @@ def step_(
     found_inf: Tensor | None,
     **settings: Any,
 ) -> None:
-    """Step, and count the step unless it is vetoed.
+    """Step, and count the step unless it is vetoed; parameters that require gradients want ``torch.no_grad()``.
 
     Parameters
     ----------
@@ -74,14 +74,13 @@ def step_(
     >>> weight, count
     ([tensor([-0.5000])], [tensor(1.)])
     """
-    with torch.no_grad():
-        torch._foreach_add_(steps, [_one(steps[0].device)] * len(steps))
-        operation = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        operation(
-            parameters, grads, averages, squares, largest, steps, grad_scale=grad_scale, found_inf=found_inf, **settings
-        )
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+    torch._foreach_add_(steps, [_one(steps[0].device)] * len(steps))
+    operation = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    operation(
+        parameters, grads, averages, squares, largest, steps, grad_scale=grad_scale, found_inf=found_inf, **settings
+    )
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 @cache

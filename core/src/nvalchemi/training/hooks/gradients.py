@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from nvalchemi.training.sharding import local_part
 
 __all__ = ["OptimizerGradients", "combine_norms"]
 
+_dtype, _layout, _requires_grad = map(attrgetter, ("dtype", "layout", "requires_grad"))  # for loops that run in C
+_DENSE = {torch.strided}
 _IN_RANGE = (1e-15, math.inf)  # of a norm whose float32 sum of squares has neither overflowed nor lost its digits
 
 
@@ -148,9 +151,9 @@ class OptimizerGradients:
 
     def pending(self) -> Tensor | None:
         """Return the product of everything still to be divided out, or None."""
-        if self.scale is None or self.divisor is None:
-            return self.divisor if self.scale is None else self.scale
-        return self.pending_product()
+        if self.scale is None:
+            return self.divisor
+        return self.scale if self.divisor is None else self.pending_product()
 
     @property
     def has_product(self) -> bool:
@@ -273,12 +276,12 @@ def _norm_in(tensors: list[Tensor], kind: float, device: torch.device | None, *,
 def _accumulate_in(tensors: list[Tensor], exact: bool) -> torch.dtype:
     if exact and tensors[0].device.type != "mps":
         return torch.float64
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.float64 if torch.float64 in map(_dtype, tensors) else torch.float32
 
 
 def _are_usual(grads: list[Tensor]) -> bool:
-    strided = torch.strided
-    return not any(grad.layout is not strided or grad.requires_grad or grad.is_neg() for grad in grads)
+    """Return whether all are dense and may be read and written as they are."""
+    return not (any(map(_requires_grad, grads)) or any(map(Tensor.is_neg, grads)) or set(map(_layout, grads)) - _DENSE)
 
 
 def _values(parameter: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from nvalchemi.training.sharding import any_sharded
 
 __all__ = ["Members", "Roster"]
+
+_grad = attrgetter("grad")
 
 
 class Members:
@@ -48,16 +51,20 @@ class Members:
     def hold(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether groups and parameters are still these."""
         groups: list[dict[str, Any]] = optimizer.param_groups
-        return len(groups) == len(self._groups) and all(
-            group is before and len(group["params"]) == len(members) and all(map(is_, group["params"], members))
-            for group, (before, members) in zip(groups, self._groups, strict=True)
-        )
+        if len(groups) != len(self._groups):
+            return False
+        for group, (before, members) in zip(groups, self._groups, strict=True):
+            now = group["params"]
+            if group is not before or len(now) != len(members) or not all(map(is_, now, members)):
+                return False
+        return True
 
     def with_grad(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters that have a gradient, the same list as before if they are the same; and gradients."""
-        grads = [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
-        if len(grads) == len(self.parameters):
+        grads: list[Tensor] = list(map(_grad, self.parameters))
+        if not any(map(is_, grads, repeat(None))):
             return self.parameters, grads
+        grads = [grad for grad in grads if grad is not None]
         found = [parameter for parameter in self.parameters if parameter.grad is not None]
         if len(found) != len(self._with_grad) or not all(map(is_, found, self._with_grad)):
             self._with_grad = found

@@ -170,13 +170,14 @@ def _carry_out(
 ) -> StepOutcome:
     """Step who may step, those apart who have stepped under a veto on the device, and report."""
     reports, moved, found_inf = [], [], window.decision.found_inf
+    vetoed = window.vetoed
     for gradients in everybody:
-        reason = _why_not(window, gradients)
+        reason = _why_not(vetoed, gradients)
         if reason:
             gradients.division = ""
         else:
             moved.append(gradients.optimizer)
-            if any(gradients is one for one in done):
+            if done and any(gradients is one for one in done):
                 window.settle_division(gradients)
             else:
                 window.step(gradients)
@@ -189,10 +190,10 @@ def _carry_out(
     return StepOutcome(not moved, found_inf, vetoes, tuple(reports), resolution=resolution)
 
 
-def _why_not(window: UpdateWindow, gradients: OptimizerGradients) -> str:
+def _why_not(vetoed: bool, gradients: OptimizerGradients) -> str:
     if not gradients.holds_any:
         return "no gradient"
-    if window.vetoed:
+    if vetoed:
         return "vetoed"
     return "gradients are not finite" if gradients.holds_inf else ""
 

@@ -38,10 +38,16 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     >>> round(clip_divisor(torch.tensor(5.0), max_norm=2.0).item(), 4)
     2.5
     """
-    divisor = norm.add(_EPSILON)
+    divisor = norm.add(_epsilon(norm.dtype))
     if max_norm != 1.0:
         divisor.div_(max_norm)
     return divisor.clamp_(min=1.0)
+
+
+@functools.cache
+def _epsilon(dtype: torch.dtype) -> Tensor:
+    """Return epsilon as a tensor on the host, which every device takes as a number, and is not made anew each time."""
+    return torch.tensor(_EPSILON, dtype=dtype)
 
 
 @functools.cache
