@@ -81,6 +81,13 @@ class Shadow:
         self._plan = Plan(source, self.averaged.module, pairs, self.accumulators, self._weight)
         self._note_writes()
 
+    def ready(self, source: nn.Module) -> Plan:
+        """Return what an update would call, with everything prepared that it looks at before."""
+        plan = self._fitting_plan(source)
+        self._accept_writes()
+        self._note_writes()
+        return plan
+
     @property
     def is_fresh(self) -> bool:
         """Whether nothing was averaged yet, so that the next update copies."""
@@ -118,16 +125,16 @@ class Shadow:
         source : torch.nn.Module
             The live model without its wrappers.
         veto : torch.Tensor, optional
-            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged; whether to `count` is said later.
+            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged.
             There is none for a copy: an average that `is_fresh` has to know whether the step was executed.
+
+        Whether it is one to `count` is left to the caller.
         """
         taken = self._take_offered()
         plan = self._fitting_plan(source)
         self._accept_writes()
         for call in plan.copying if self.is_fresh else plan.blending(taken):
             call(veto)
-        if veto is None:
-            self.count()
         self._note_writes()
 
     def count(self) -> None:
