@@ -182,8 +182,8 @@ class CapturableHook(Protocol):
 
     Its `before_batch`, `transform_loss`, `before_optimizer_step` and `after_optimizer_step` are called while a batch is
     captured, and not where it is replayed; `settled` is called after every step. What they do on the device is done
-    again, in the same memory and with the same Python numbers; what they do on the host is not. So `settled` has to
-    do with what `replayed` has left behind. A hook that overrides none of these methods needs no protocol.
+    again, in the same memory and with the same Python numbers; what they do on the host is not: `captured` and `replayed`
+    see to what is needed of it. A hook that overrides none of these methods needs no protocol.
     """
 
     def capture_key(self, ctx: Any) -> Hashable | None:
@@ -193,5 +193,8 @@ class CapturableHook(Protocol):
         and is carried out as usual. Raise what says why if none ever can.
         """
 
-    def replayed(self, ctx: Any) -> None:
-        """Do on the host what a replayed batch needs to have done; no device is waited for."""
+    def captured(self, ctx: Any) -> Any:
+        """Return what the capture has left in the hook and every replay needs to find there, readings for example."""
+
+    def replayed(self, ctx: Any, left: Any) -> None:
+        """Do on the host what the methods would have done; `left` is what `captured` returned for this graph."""

@@ -175,7 +175,10 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         shadow, source = self._shadow, self._source(ctx)
         return None if shadow is None or shadow.is_fresh else (True, shadow.ready(source))
 
-    def replayed(self, ctx: TrainContext) -> None:
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
         """Have `settled` count the update, if the step is one that counts."""
         if self._counts(ctx):
             self._unsettled = ctx

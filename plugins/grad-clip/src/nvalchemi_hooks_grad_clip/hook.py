@@ -176,8 +176,13 @@ class GradientClipHook(TrainingUpdateHook):
             )
         return self.max_norm, self.norm_type, self.clip_value, self.per_optimizer, self.reads_grad
 
-    def replayed(self, ctx: TrainContext) -> None:
-        """Do nothing: norms are read, and `settled` counts."""
+    def captured(self, ctx: TrainContext) -> tuple[Any, list[Any], Any]:
+        """Return the readings, which are read anew after every replay."""
+        return self._global, self._norms, self._largest
+
+    def replayed(self, ctx: TrainContext, left: tuple[Any, list[Any], Any]) -> None:
+        """Go on from the readings of this graph; `settled` counts."""
+        self._global, self._norms, self._largest = left
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count."""

@@ -130,7 +130,10 @@ class MixedPrecisionHook(TrainingUpdateHook):
         place = () if self.scaler is None else self.scaler.place
         return None if place is None else (self.precision, place)
 
-    def replayed(self, ctx: TrainContext) -> None:
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
         """Publish the scaler, as in a batch that is not replayed."""
         if self.scaler is not None:
             publish(ctx, self.scaler, self)

@@ -120,7 +120,10 @@ class LossScalingHook(TrainingUpdateHook):
         """Return where scale and growth tracker lie; nowhere, as long as the host keeps count."""
         return self.scaler.place
 
-    def replayed(self, ctx: TrainContext) -> None:
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
         """Publish the scaler, as in a batch that is not replayed."""
         publish(ctx, self.scaler, self)
 

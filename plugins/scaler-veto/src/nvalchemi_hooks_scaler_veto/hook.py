@@ -102,7 +102,10 @@ class GradScalerVetoHook(TrainingUpdateHook):
         limit = self.max_consecutive_skips
         return None if limit is not None and self.consecutive_skips + 1 >= limit else ()
 
-    def replayed(self, ctx: TrainContext) -> None:
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
         """Do nothing: `settled` counts."""
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 from nvalchemi.errors import HookContractError
 from nvalchemi.hooks.protocols import CapturableHook
 from nvalchemi.training.batches import move_to
+from nvalchemi.training.hooks.executor import why_not_folded
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
 from nvalchemi.training.hooks.pending import PendingStep
 from nvalchemi.training.hooks.static_memory import LearningRates, StaticBatch, addresses, settings
@@ -90,7 +91,7 @@ class CapturedUpdate:
     HookContractError
         At construction: a hook does not say how it is replayed; it is named.
     RuntimeError
-        At a call: the update cannot be captured, and why; or there are too many kinds, and what they differ in.
+        At a call: an optimizer is not fused, or the update cannot be captured, and why; or there are too many kinds, and what they differ in.
 
     Notes
     -----
@@ -194,6 +195,7 @@ class CapturedUpdate:
 
     def _carry_out(self, ctx: TrainContext, batch: Any, key: _Key | None) -> None:
         """Take a batch as usual, but on the stream and with the learning rates of a captured one."""
+        self._latest = None  # its gradients are replaced
         device = _device_of(ctx)
         schedulers = ctx.lr_schedulers
         with self._aside(device):
@@ -242,7 +244,10 @@ class CapturedUpdate:
                 "The update cannot be captured: somebody asked for its outcome before it was over. Hooks must not read "
                 "ctx.step_skipped or what depends on it in a captured batch."
             )
-        return _Held(graph, static, pending.waiting, inner.window, inner.loss, _gradients(ctx), _Moment(inner.window))
+        left = [hook.captured(inner) for hook in self._hooks]
+        return _Held(
+            graph, static, pending.waiting, inner.window, inner.loss, _gradients(ctx), _Moment(inner.window), left
+        )
 
     def _replay(self, held: _Held, ctx: TrainContext, batch: Any) -> None:
         held.static.fill(batch)
@@ -259,8 +264,8 @@ class CapturedUpdate:
         ctx.batch, ctx.loss, ctx.window, ctx.pending = held.static.batch, held.loss.clone(), held.window, pending
         held.window.await_outcome(waiting.veto_flag, pending.resolve)
         self._update.await_step(pending)
-        for hook in self._hooks:
-            hook.replayed(ctx)
+        for hook, left in zip(self._hooks, held.left, strict=True):
+            hook.replayed(ctx, left)
 
     def _forget_latest_context(self) -> None:
         """Take the window away from whoever kept the context of a replay: the next one writes into its memory."""
@@ -294,6 +299,7 @@ class _Held:
     loss: Tensor
     gradients: list[tuple[Tensor, Tensor | None]]
     moment: _Moment
+    left: list[Any]  # in each hook
     ctx: TrainContext | None = None  # of the latest replay
 
 
@@ -333,6 +339,9 @@ def _refuse_what_cannot_be_replayed(ctx: TrainContext) -> None:
         raise RuntimeError("There are several ranks, which agree on every step; an update of them cannot be captured.")
     if not ctx.window_complete:
         raise RuntimeError("ctx.window_complete is False; a window of several batches cannot be captured.")
+    for optimizer in ctx.optimizers:
+        if obstacle := why_not_folded(optimizer, ()):
+            raise RuntimeError(f"The step of {type(optimizer).__name__} cannot be captured: {obstacle}; give it fused=True.")
 
 
 def _device_of(ctx: TrainContext) -> torch.device:
