@@ -6,12 +6,14 @@ What torch itself does in a capture on a GPU is not tested here: see tests/bench
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import nvalchemi.training.hooks.gradients as gradients
 from nvalchemi.errors import HookContractError
 from nvalchemi.hooks import TrainContext
 from nvalchemi.testing import RecordedGraph
@@ -25,7 +27,6 @@ from nvalchemi.training import (
     TrainingStage,
 )
 from nvalchemi.training.hooks import CapturedUpdate, TrainingUpdateHook, TrainingUpdateOrchestrator
-import nvalchemi.training.hooks.gradients as gradients
 
 STEPS = 100
 
@@ -65,7 +66,9 @@ class Run:
         halves = list(self.model[0].parameters()), [*self.model[2].parameters(), *self.model[3].parameters()]
         self.optimizers = [OPTIMIZERS[optimizer](half) for half in halves]
         schedule = torch.optim.lr_scheduler.StepLR
-        self.schedulers = [schedule(one, every, gamma=0.5) for one, every in zip(self.optimizers, (20, 30), strict=True)]
+        self.schedulers = [
+            schedule(one, every, gamma=0.5) for one, every in zip(self.optimizers, (20, 30), strict=True)
+        ]
         self.hooks = hooks
         self.update = TrainingUpdateOrchestrator(*hooks, lazy=True)
         self.update(TrainContext(models={"main": self.model}), TrainingStage.SETUP)
@@ -74,6 +77,7 @@ class Run:
         self.contexts: list[TrainContext] = []
         self.seen: list[Any] = []
         self.steps = self.calls = 0
+        self.make_context = TrainContext
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         self.calls += 1
@@ -85,7 +89,7 @@ class Run:
 
     def step(self, number: int, batch: Any = None) -> None:
         batch = self.batch(number) if batch is None else batch
-        with TrainContext(
+        with self.make_context(
             models={"main": self.model},
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
@@ -103,6 +107,10 @@ class Run:
             self.seen.append((ctx.grad_norm.item(), ctx.loss.item(), {k: g.clone() for k, g in ctx.gradients.items()}))
         self.contexts.append(ctx)
         self.steps += not ctx.step_skipped
+
+    def go(self, steps: int, batch: Callable[[int], Any] | None = None) -> None:
+        for number in range(steps):
+            self.step(number, None if batch is None else batch(number))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -216,12 +224,13 @@ def test_the_limit_of_skips_stops_a_captured_run_by_name():
     """After too many skips in a row the error names the parameter, as in the loop."""
     messages = []
     for run in pair(lambda: [GradScalerVetoHook(max_consecutive_skips=3)]):
+
+        def batch(number, run=run):
+            return {**run.batch(0), "factor": torch.tensor(torch.inf if number > 20 else 1.0)}
+
         with pytest.raises(FloatingPointError) as caught:
-            for number in range(40):
-                batch = run.batch(0)
-                batch["factor"].fill_(torch.inf if number > 20 else 1.0)
-                run.step(number, batch)
-        messages.append((number, str(caught.value)))
+            run.go(40, batch)
+        messages.append((len(run.contexts), str(caught.value)))
     assert messages[0] == messages[1]
     assert "'0.weight'" in messages[0][1]
 
@@ -265,8 +274,7 @@ def test_an_optimizer_that_is_not_fused_is_refused():
     run.optimizers = [torch.optim.AdamW(run.model.parameters(), lr=0.01, foreach=True)]
     run.schedulers = []
     with pytest.raises(RuntimeError, match="AdamW cannot be captured: the optimizer is not fused"):
-        for number in range(8):
-            run.step(number)
+        run.step(0)
 
 
 def test_torchs_own_scaler_is_refused():
@@ -274,10 +282,9 @@ def test_torchs_own_scaler_is_refused():
     run = Run([GradScalerVetoHook()], captured=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     run.captured = CapturedUpdate(run.update, lambda batch: scaler.scale(run.loss(batch)), graph=RecordedGraph)
+    run.make_context = lambda **fields: TrainContext(**fields, grad_scaler=scaler)
     with pytest.raises(RuntimeError, match="the scaler unscales by itself"):
-        for number in range(8):
-            with TrainContext(model=run.model, optimizers=run.optimizers, grad_scaler=scaler) as ctx:
-                run.captured(ctx, run.batch(number))
+        run.go(8)
 
 
 def test_raising_on_a_norm_is_refused():
@@ -291,8 +298,7 @@ def test_too_many_kinds_are_refused():
     """The message says what keeps changing."""
     run = Run([GradScalerVetoHook(max_consecutive_skips=None)], captured=True, warmup=1, most=2)
     with pytest.raises(RuntimeError, match="captured 2 times.*the shape of the batch"):
-        for number in range(20):
-            run.step(number, run.batch(number, rows=3 + number // 4))
+        run.go(20, lambda number: run.batch(number, rows=3 + number // 4))
 
 
 def test_an_open_window_is_refused():
@@ -310,8 +316,7 @@ def test_a_loss_that_reads_from_the_device_is_refused_while_it_is_captured():
     run = Run([GradScalerVetoHook()], captured=True, warmup=1)
     run.captured._loss = lambda batch: run.loss(batch) * (1.0 if batch["x"].sum().item() else 2.0)
     with pytest.raises(RuntimeError, match="_local_scalar_dense") as caught:
-        for number in range(8):
-            run.step(number)
+        run.go(8)
     assert "while an update was captured" in caught.value.__notes__[0]
 
 

@@ -27,8 +27,8 @@ DOORS = [
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
-        "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
-        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
+        "ActivatedHook", "CapturableHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook",
+        "HookContext", "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
         "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
         "register_plugin",
@@ -43,12 +43,13 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
-        "TrainingUpdateOrchestrator", "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "CapturedUpdate", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome",
+        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdateGraph", "UpdatePriority",
     },
     "nvalchemi.testing": {
-        "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",
-        "StepCost", "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches", "tiny_strategy",
+        "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordedGraph",
+        "RecordingHook", "StepCost", "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches",
+        "tiny_strategy",
     },
 }  # fmt: skip
 

@@ -180,10 +180,10 @@ class ProvidesExecutor(Protocol):
 class CapturableHook(Protocol):
     """An update hook whose work in a batch can be captured in a CUDA graph, and replayed without calling it.
 
-    Its `before_batch`, `transform_loss`, `before_optimizer_step` and `after_optimizer_step` are called while a batch is
-    captured, and not where it is replayed; `settled` is called after every step. What they do on the device is done
-    again, in the same memory and with the same Python numbers; what they do on the host is not: `captured` and `replayed`
-    see to what is needed of it. A hook that overrides none of these methods needs no protocol.
+    Its `before_batch`, `transform_loss`, `before_optimizer_step` and `after_optimizer_step` are called while a batch
+    is captured, and not where it is replayed; `settled` is called after every step. What they do on the device is done
+    again, in the same memory and with the same Python numbers; what they do on the host is not: `captured` and
+    `replayed` see to what is needed of it. A hook that overrides none of these methods needs no protocol.
     """
 
     def capture_key(self, ctx: Any) -> Hashable | None:

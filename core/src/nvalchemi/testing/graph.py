@@ -64,11 +64,11 @@ class RecordedGraph:
                         place.copy_(value)
 
 
-class _Tape(TorchDispatchMode):  # type: ignore[misc]  # torch's class is not annotated
+class _Tape(TorchDispatchMode):
     """Operations, the memory that they found, and the memory that they made."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's class is not annotated
         self.operations: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
         self._found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._made: dict[int, Tensor] = {}
@@ -83,7 +83,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[misc]  # torch's class is not an
             place = _place(tensor)
             if place not in self._made and place not in self._found:
                 storage = tensor.untyped_storage()
-                self._found[place] = storage, storage.clone()
+                self._found[place] = storage, storage.clone()  # type: ignore[no-untyped-call]
         out = func(*args, **given)
         made: list[Tensor | None] = []
         for leaf in tree_leaves(out):
@@ -108,4 +108,4 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -50,7 +50,7 @@ class CudaGraph:
 
     def capture(self) -> AbstractContextManager[Any]:
         """Return torch's own context, with a pool of memory of its own."""
-        context: AbstractContextManager[Any] = torch.cuda.graph(self._graph)  # type: ignore[no-untyped-call]
+        context: AbstractContextManager[Any] = torch.cuda.graph(self._graph)
         return context
 
     def replay(self) -> None:
@@ -67,7 +67,7 @@ class CapturedUpdate:
     resolved (see `TrainingUpdateOrchestrator.resolve`), at the latest in the next call. Numbers are those of the same
     orchestrator without capture, with learning rates rounded to float32.
 
-    A batch of another shape, another setting of an optimizer or a hook, or a step that is no update for an average: each
+    A batch of another shape, another setting of an optimizer or a hook, a step that is no update for an average: each
     is captured for itself. Weights, buffers or state that have been moved are captured anew.
 
     Parameters
@@ -91,7 +91,8 @@ class CapturedUpdate:
     HookContractError
         At construction: a hook does not say how it is replayed; it is named.
     RuntimeError
-        At a call: an optimizer is not fused, or the update cannot be captured, and why; or there are too many kinds, and what they differ in.
+        At a call: an optimizer is not fused; the update cannot be captured, and why; there are too many kinds, and
+        what is new.
 
     Notes
     -----
@@ -128,7 +129,7 @@ class CapturedUpdate:
             raise ValueError(f"warmup is {warmup!r} and most is {most!r}; both are at least 1.")
         self._update, self._loss, self._graph = update, loss, graph
         self._warmup, self._most = warmup, most
-        self._hooks = [hook for hook in update.iter_hooks() if _has_to_say(hook)]
+        self._hooks = [said for hook in update.iter_hooks() if (said := _how_it_is_replayed(hook))]
         self._rates = LearningRates()
         self._held: dict[_Key, _Held] = {}
         self._seen: Counter[_Key] = Counter()
@@ -167,7 +168,7 @@ class CapturedUpdate:
 
     def _key_of(self, ctx: TrainContext, batch: Any) -> _Key | None:
         """Return all that a graph depends on; None if a hook wants the batch to be carried out as usual."""
-        keys = [(hook.state_key, hook.capture_key(ctx)) for hook in self._hooks]
+        keys = [(hook.state_key, said.capture_key(ctx)) for hook, said in self._hooks]
         if any(key is None for _, key in keys):
             return None
         models = ctx.models.values()
@@ -244,7 +245,7 @@ class CapturedUpdate:
                 "The update cannot be captured: somebody asked for its outcome before it was over. Hooks must not read "
                 "ctx.step_skipped or what depends on it in a captured batch."
             )
-        left = [hook.captured(inner) for hook in self._hooks]
+        left = [said.captured(inner) for _, said in self._hooks]
         return _Held(
             graph, static, pending.waiting, inner.window, inner.loss, _gradients(ctx), _Moment(inner.window), left
         )
@@ -264,13 +265,14 @@ class CapturedUpdate:
         ctx.batch, ctx.loss, ctx.window, ctx.pending = held.static.batch, held.loss.clone(), held.window, pending
         held.window.await_outcome(waiting.veto_flag, pending.resolve)
         self._update.await_step(pending)
-        for hook, left in zip(self._hooks, held.left, strict=True):
-            hook.replayed(ctx, left)
+        for (_, said), left in zip(self._hooks, held.left, strict=True):
+            said.replayed(ctx, left)
 
     def _forget_latest_context(self) -> None:
         """Take the window away from whoever kept the context of a replay: the next one writes into its memory."""
         if self._latest is not None and self._latest.ctx is not None:
-            self._latest.ctx.window = self._latest.ctx = None
+            self._latest.ctx.window = None
+            self._latest.ctx = None
 
     @contextmanager
     def _aside(self, device: torch.device) -> Iterator[None]:
@@ -278,7 +280,7 @@ class CapturedUpdate:
         if device.type != "cuda":
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
@@ -321,17 +323,16 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: type(value)(value) if type(value) in (list, dict) else value for name, value in state.items()}
 
 
-def _has_to_say(hook: TrainingUpdateHook) -> bool:
-    """Return whether a hook acts in a batch, and so has to say how it is replayed."""
-    acts = [method for method in _NOT_REPLAYED if overrides(hook, method)]
+def _how_it_is_replayed(hook: TrainingUpdateHook) -> tuple[TrainingUpdateHook, CapturableHook] | None:
+    """Return a hook with its protocol; None if it does not act in a batch. One that acts must have it."""
     if isinstance(hook, CapturableHook):
-        return True
-    if acts:
+        return hook, hook
+    if acts := [method for method in _NOT_REPLAYED if overrides(hook, method)]:
         raise HookContractError(
-            f"{type(hook).__name__} overrides {', '.join(acts)}, which nobody calls in a batch that is replayed; give it "
-            "capture_key and replayed (nvalchemi.hooks.CapturableHook), or do without capture."
+            f"{type(hook).__name__} overrides {', '.join(acts)}, which nobody calls in a batch that is replayed; give "
+            "it the methods of nvalchemi.hooks.CapturableHook, or do without capture."
         )
-    return False
+    return None
 
 
 def _refuse_what_cannot_be_replayed(ctx: TrainContext) -> None:
@@ -341,7 +342,9 @@ def _refuse_what_cannot_be_replayed(ctx: TrainContext) -> None:
         raise RuntimeError("ctx.window_complete is False; a window of several batches cannot be captured.")
     for optimizer in ctx.optimizers:
         if obstacle := why_not_folded(optimizer, ()):
-            raise RuntimeError(f"The step of {type(optimizer).__name__} cannot be captured: {obstacle}; give it fused=True.")
+            raise RuntimeError(
+                f"The step of {type(optimizer).__name__} cannot be captured: {obstacle}; give it fused=True."
+            )
 
 
 def _device_of(ctx: TrainContext) -> torch.device:

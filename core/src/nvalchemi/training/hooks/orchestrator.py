@@ -315,7 +315,7 @@ class TrainingUpdateOrchestrator:
         return self._pending
 
     def await_step(self, pending: PendingStep | None) -> PendingStep | None:
-        """Wait for another step than the pending one, which is returned: for whoever captures steps and replays them."""
+        """Wait for another step than the pending one, which is returned: for whoever replays captured steps."""
         before, self._pending = self._pending, pending
         return before
 

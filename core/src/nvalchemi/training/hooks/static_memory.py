@@ -57,7 +57,7 @@ class StaticBatch:
         if batch is None or isinstance(batch, bool | int | float | str | bytes):
             return batch
         raise TypeError(
-            f"A captured update was given a {type(batch).__name__} in a batch, and cannot tell what of it would have to "
+            f"A captured update was given a {type(batch).__name__} in a batch, and cannot tell what of it has to "
             "be copied; give tensors, mappings, lists and tuples of them, and plain constants."
         )
 
@@ -72,7 +72,9 @@ class LearningRates:
     def fill(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Bring the tensors up to date; rates that are tensors already stay what they are."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if _has_rate(group)]
-        if len(groups) != len(self._kept) or any(g is not kept for g, (kept, _) in zip(groups, self._kept, strict=True)):
+        if len(groups) != len(self._kept) or any(
+            g is not kept for g, (kept, _) in zip(groups, self._kept, strict=True)
+        ):
             self._kept = [(group, torch.zeros((), device=group["params"][0].device)) for group in groups]
             self._values = [0.0] * len(groups)
         for place, (group, tensor) in enumerate(self._kept):
