@@ -12,7 +12,9 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.testing.compare import first_difference
 from nvalchemi.training import EMAHook, GradientClipHook, GradScalerVetoHook, LossScalingHook, TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateOrchestrator
+from nvalchemi.training.hooks.decision import fold_flags
 
+INF, NAN = float("inf"), float("nan")
 STAGES = (TrainingStage.DO_BACKWARD, TrainingStage.DO_OPTIMIZER_STEP, TrainingStage.AFTER_OPTIMIZER_STEP)
 
 
@@ -52,3 +54,20 @@ def test_a_compiled_model_leaves_the_fused_step_outside(lazy):
     assert "linear" in graphs[0]
     assert "fused" not in graphs[0]
     assert not first_difference(compiled, trained(lambda model: model, lazy=lazy))
+
+
+@pytest.mark.parametrize("peaks", [[INF], [NAN], [INF, NAN], [INF, INF], [3.0, INF], [3.0]])
+def test_a_folded_flag_is_exactly_0_or_1(peaks):
+    """However many numbers are not finite, the flag for a fused step is float32 and 1; 2.0 or nan would not skip."""
+    flag = fold_flags([], [torch.tensor(peak) for peak in peaks])
+    assert flag.dtype == torch.float32
+    assert flag.item() == float(not all(peak < INF for peak in peaks))
+
+
+def test_a_divisor_outlives_the_window_that_is_closed_on_the_device():
+    """The scale moves in its place; who holds the divisor of a window keeps its value."""
+    scaler = LossScalingHook(init_scale=64.0).scaler
+    for expected in (64.0, 32.0, 16.0):
+        divisor = scaler.divisor(torch.device("cpu"))
+        scaler.close(torch.ones(()))
+        assert divisor.item() == expected
