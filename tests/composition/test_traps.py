@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -71,3 +73,14 @@ def test_a_divisor_outlives_the_window_that_is_closed_on_the_device():
         divisor = scaler.divisor(torch.device("cpu"))
         scaler.close(torch.ones(()))
         assert divisor.item() == expected
+
+
+def test_doors_load_nothing_heavy():
+    """Importing the doors, and asking what they hold, loads neither torch nor what needs it before it is used."""
+    heavy = ("torch", "torch._dynamo", "triton", "pydantic", "pluggy")
+    code = "import sys, nvalchemi.hooks, nvalchemi.training, nvalchemi.training.hooks; dir(nvalchemi.training)\n"
+    code += f"print([name for name in {heavy} if name in sys.modules])\n"
+    code += "from nvalchemi.training.hooks import TrainingUpdateOrchestrator, CapturedUpdate\n"
+    code += "print([name for name in ('torch._dynamo', 'triton', 'pydantic') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]
