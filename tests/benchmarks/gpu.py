@@ -8,7 +8,9 @@ It shows, in this order: that all paths give the same numbers (folded, lazy, pla
 Triton kernels), how often the host waits for the device in a step (`torch.cuda.set_sync_debug_mode`: "error" where it
 must not), at which rate the device copies memory, and how long an update of 1M, 100M and 1B float32 parameters in 200
 tensors takes, beside the time that its bytes take at that rate. On an H200 the rows of 100M are held against their
-targets. Sizes that do not fit are left out, and said so. CUDA graphs are not in it: there is no helper to capture one.
+targets. Sizes that do not fit are left out, and said so. A whole batch, forward and backward included, is captured in
+a CUDA graph, compared with the same batch uncaptured, watched for waits in a replay, and timed beside it; on a CPU a
+stand-in takes the place of the graph.
 
 The paths on CUDA are untested until somebody has run this. JSON is that of run.py; it exits with 1 if a row misses.
 """
@@ -48,13 +50,14 @@ def measure(device: torch.device, written: Path | None) -> int:
     """Check, time, print and write; return 1 if a row misses its target, else 0."""
     import torch
     from rich.console import Console
+    from rows.captured import captured
     from rows.equality import equality, host_reads
     from rows.figures import as_table, missed, write_json
     from rows.floors import copy_rate, floors
 
     progress, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 140)
     progress.print("equality, host reads ...")
-    figures = [*equality(device), *host_reads(device)]
+    figures = [*equality(device), *host_reads(device), *captured(device)]
     rate = copy_rate(device, COPIED[device.type])
     for figure in floors(device, SIZES[device.type], rate):
         progress.print(f"{figure.target.row} ...")

@@ -27,7 +27,8 @@ DOORS = [
 TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
-        "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
+        "ActivatedHook", "CapturableHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook",
+        "HookContext",
         "HookListing", "HookOffer", "HookRegistry", "HookState", "LooksAhead", "PreparesLoader",
         "Provenance", "ProvidesAveragedModel", "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage",
         "TrainContext", "UpdateExecutor",
@@ -44,12 +45,13 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
-        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "CapturedUpdate", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
+        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdateGraph", "UpdatePriority",
     },
     "nvalchemi.testing": {
-        "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",
-        "StepCost", "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches", "tiny_strategy",
+        "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordedGraph",
+        "RecordingHook", "StepCost", "TinyModel", "UpdateLoop", "VetoingHook", "fake_site", "poison", "tiny_batches",
+        "tiny_strategy",
     },
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.plugins.markers import hookimpl as hookimpl
     from nvalchemi.hooks.plugins.specs import HookOffer as HookOffer
     from nvalchemi.hooks.plugins.static import register_plugin as register_plugin
+    from nvalchemi.hooks.protocols import CapturableHook as CapturableHook
     from nvalchemi.hooks.protocols import CheckpointableHook as CheckpointableHook
     from nvalchemi.hooks.protocols import Closable as Closable
     from nvalchemi.hooks.protocols import Enterable as Enterable
@@ -45,6 +46,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "ActivatedHook": "nvalchemi.hooks.plugins.activation",
+        "CapturableHook": "nvalchemi.hooks.protocols",
         "CheckpointableHook": "nvalchemi.hooks.protocols",
         "Closable": "nvalchemi.hooks.protocols",
         "Enterable": "nvalchemi.hooks.protocols",

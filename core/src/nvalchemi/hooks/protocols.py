@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "CapturableHook",
     "CheckpointableHook",
     "Closable",
     "Enterable",
@@ -213,3 +214,27 @@ class ProvidesExecutor(Protocol):
 
     def update_executor(self) -> UpdateExecutor:
         """Return the executor."""
+
+
+@runtime_checkable
+class CapturableHook(Protocol):
+    """An update hook whose work in a batch can be captured in a CUDA graph, and replayed without calling it.
+
+    Its `before_batch`, `transform_loss`, `before_optimizer_step` and `after_optimizer_step` are called while a batch
+    is captured, and not where it is replayed; `settled` is called after every step. What they do on the device is done
+    again, in the same memory and with the same Python numbers; what they do on the host is not: `captured` and
+    `replayed` see to what is needed of it. A hook that overrides none of these methods needs no protocol.
+    """
+
+    def capture_key(self, ctx: Any) -> Hashable | None:
+        """Return all that the hook's work on the device depends on, besides what lies in the same memory as before.
+
+        Asked before every batch: a key that has not been seen is captured anew. None: this batch cannot be captured,
+        and is carried out as usual. Raise what says why if none ever can.
+        """
+
+    def captured(self, ctx: Any) -> Any:
+        """Return what the capture has left in the hook and every replay needs to find there, readings for example."""
+
+    def replayed(self, ctx: Any, left: Any) -> None:
+        """Do on the host what the methods would have done; `left` is what `captured` returned for this graph."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nvalchemi.testing.doubles import RecordingHook as RecordingHook
     from nvalchemi.testing.doubles import VetoingHook as VetoingHook
     from nvalchemi.testing.fixtures import fake_site as fake_site
+    from nvalchemi.testing.graph import RecordedGraph as RecordedGraph
     from nvalchemi.testing.loop import UpdateLoop as UpdateLoop
     from nvalchemi.testing.site import FakeSite as FakeSite
     from nvalchemi.testing.tiny import TinyModel as TinyModel
@@ -40,6 +41,7 @@ __getattr__, __dir__ = door(
         "FakeSite": "nvalchemi.testing.site",
         "HookConformance": "nvalchemi.testing.conformance",
         "LossFactorHook": "nvalchemi.testing.doubles",
+        "RecordedGraph": "nvalchemi.testing.graph",
         "RecordingHook": "nvalchemi.testing.doubles",
         "StepCost": "nvalchemi.testing.counters",
         "TinyModel": "nvalchemi.testing.tiny",

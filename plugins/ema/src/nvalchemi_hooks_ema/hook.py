@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -165,14 +165,11 @@ class EMAHook(TrainingUpdateHook, BaseModel):
             return
         source = self._source(ctx)
         shadow = self._shadow_at_work or self._fitted_shadow(source)
-        veto = ctx.veto_flag if ctx.window is not None else None
-        if veto is not None and shadow.is_fresh:
-            if ctx.step_skipped:  # asking decides
-                return
-            veto = None
-        shadow.update(source, veto)
-        if veto is None:
-            self.num_updates += 1
+        if ctx.pending is not None and shadow.is_fresh and ctx.step_skipped:  # asking decides
+            return
+        shadow.update(source, ctx.veto_flag if ctx.window is not None else None)
+        if ctx.pending is None:
+            self._count(shadow)
         else:
             self._unsettled = ctx
 
@@ -182,8 +179,22 @@ class EMAHook(TrainingUpdateHook, BaseModel):
             return
         self._unsettled = None
         if self._shadow is not None and not skipped:
-            self._shadow.count()
-            self.num_updates += 1
+            self._count(self._shadow)
+
+    def capture_key(self, ctx: TrainContext) -> Hashable | None:
+        """Return whether this step counts, and what is called then; None for the first copy, which is not captured."""
+        if not self._counts(ctx):
+            return (False,)
+        shadow, source = self._shadow, self._source(ctx)
+        return None if shadow is None or shadow.is_fresh else (True, shadow.ready(source))
+
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
+        """Have `settled` count the update, if the step is one that counts."""
+        if self._counts(ctx):
+            self._unsettled = ctx
 
     def get_averaged_model(self) -> AveragedModel:
         """Return the averaged model: in eval mode, without gradients, up to date.
@@ -259,6 +270,10 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         averaging function that it was built with does not matter.
         """
         return averaged_copy(source, decay=self.decay, use_buffers=self.use_buffers)
+
+    def _count(self, shadow: Shadow) -> None:
+        shadow.count()
+        self.num_updates += 1
 
     def _counts(self, ctx: TrainContext) -> bool:
         completed = ctx.step_count + 1

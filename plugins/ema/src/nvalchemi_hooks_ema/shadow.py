@@ -88,6 +88,13 @@ class Shadow:
         self._is_sharded = is_fully_sharded(self.averaged)
         self._note_writes()
 
+    def ready(self, source: nn.Module) -> Plan:
+        """Return what an update would call, with everything prepared that it looks at before."""
+        plan = self._fitting_plan(source)
+        self._accept_writes()
+        self._note_writes()
+        return plan
+
     @property
     def is_fresh(self) -> bool:
         """Whether nothing was averaged yet, so that the next update copies."""
@@ -124,8 +131,10 @@ class Shadow:
         source : torch.nn.Module
             The live model without its wrappers.
         veto : torch.Tensor, optional
-            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged; whether to `count` is said later.
+            0-dim float32, exactly 0 or 1, on any device. With 1 nothing is averaged.
             There is none for a copy: an average that `is_fresh` has to know whether the step was executed.
+
+        Whether it is one to `count` is left to the caller.
         """
         taken = self._take_offered() if self._offered else _NOTHING
         if self._is_sharded:  # a copy of the user's own may have stayed gathered when it was called
@@ -136,8 +145,6 @@ class Shadow:
         with self._no_grad:
             for call in plan.copying if self.is_fresh else plan.blending(taken):
                 call(veto)
-        if veto is None:
-            self.count()
         if plan.rounded:
             self._note_writes()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -161,6 +161,29 @@ class GradientClipHook(TrainingUpdateHook):
         window.materialise()
         veto = ctx.veto_flag
         kernels.clamp_(window.tensors(), limit, unless=torch.tensor(False) if veto is None else veto.bool())
+
+    def capture_key(self, ctx: TrainContext) -> Hashable | None:
+        """Return the thresholds, which are numbers in a captured update.
+
+        Raises
+        ------
+        RuntimeError
+            With `error_if_nonfinite`, which the host has to decide in every step.
+        """
+        if self.error_if_nonfinite:
+            raise RuntimeError(
+                "GradientClipHook: error_if_nonfinite is True, so the host reads the norm before every step, and no "
+                "update can be captured; leave it out, a norm that is not finite vetoes the step then."
+            )
+        return self.max_norm, self.norm_type, self.clip_value, self.per_optimizer, self.reads_grad
+
+    def captured(self, ctx: TrainContext) -> tuple[Any, list[Any], Any]:
+        """Return the readings, which are read anew after every replay."""
+        return self._global, self._norms, self._largest
+
+    def replayed(self, ctx: TrainContext, left: tuple[Any, list[Any], Any]) -> None:
+        """Go on from the readings of this graph; `settled` counts."""
+        self._global, self._norms, self._largest = left
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 
@@ -124,6 +124,19 @@ class MixedPrecisionHook(TrainingUpdateHook):
             return loss
         publish(ctx, self.scaler, self)
         return self.scaler.scale(loss)
+
+    def capture_key(self, ctx: TrainContext) -> Hashable | None:
+        """Return the precision, and where scale and growth tracker lie; None as long as the host keeps count."""
+        place = () if self.scaler is None else self.scaler.place
+        return None if place is None else (self.precision, place)
+
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
+        """Publish the scaler, as in a batch that is not replayed."""
+        if self.scaler is not None:
+            publish(ctx, self.scaler, self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the precision and, for fp16, the state of the scaler."""

@@ -115,6 +115,13 @@ class LossScaler:
             if self._known[0] != before:
                 self._scale = torch.full_like(self._scale, self._known[0])  # whoever has the old one keeps it
 
+    @property
+    def place(self) -> tuple[int, ...] | None:
+        """Where in memory windows are closed on the device; None as long as the host keeps count."""
+        if not self._dynamic:
+            return (self._scale.data_ptr(),)
+        return None if self._known is not None else (self._scale.data_ptr(), self._growth_tracker.data_ptr())
+
     def reset(self) -> None:
         """Start afresh, as if no window had closed."""
         self._start(self.settings.first_scale, 0)
@@ -190,7 +197,7 @@ class LossScaler:
         if self._known is not None:
             return self._scale
         if self._given is None:
-            self._scale = bound(self._scale, self._rule)
+            bound(self._scale, self._rule, out=self._scale)  # in its place, which a captured update remembers
             self._given = self._scale.clone()
         return self._given
 

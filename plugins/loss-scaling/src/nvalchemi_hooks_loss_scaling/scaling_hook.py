@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
@@ -115,6 +115,17 @@ class LossScalingHook(TrainingUpdateHook):
         """Return the scaled loss; a loop that skips BEFORE_BATCH has the scaler published here."""
         publish(ctx, self.scaler, self)
         return self.scaler.scale(loss)
+
+    def capture_key(self, ctx: TrainContext) -> Hashable | None:
+        """Return where scale and growth tracker lie; nowhere, as long as the host keeps count."""
+        return self.scaler.place
+
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
+        """Publish the scaler, as in a batch that is not replayed."""
+        publish(ctx, self.scaler, self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler: plain numbers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvalchemi.errors import NonFiniteGradientError
@@ -97,6 +97,17 @@ class GradScalerVetoHook(TrainingUpdateHook):
         """Have the host know now, while the gradients are there to be named, if one more skip is the last."""
         if self.max_consecutive_skips is not None and self.consecutive_skips + 1 >= self.max_consecutive_skips:
             _ = ctx.step_skipped
+
+    def capture_key(self, ctx: TrainContext) -> Hashable | None:
+        """Return None, a batch not to be replayed, if one more skip is the last: the host has to look then."""
+        limit = self.max_consecutive_skips
+        return None if limit is not None and self.consecutive_skips + 1 >= limit else ()
+
+    def captured(self, ctx: TrainContext) -> None:
+        """Nothing is left that a replay would need."""
+
+    def replayed(self, ctx: TrainContext, left: None) -> None:
+        """Do nothing: `settled` counts."""
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count, and stop the run where nothing but skipping is left: on all ranks, which agreed on the outcome."""

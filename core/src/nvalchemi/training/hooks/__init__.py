@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from nvalchemi._lazy import door
 
 if TYPE_CHECKING:
+    from nvalchemi.training.hooks.captured import CapturedUpdate as CapturedUpdate
+    from nvalchemi.training.hooks.captured import UpdateGraph as UpdateGraph
     from nvalchemi.training.hooks.decision import Reading as Reading
     from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator as TrainingUpdateOrchestrator
     from nvalchemi.training.hooks.plan import AverageOffer as AverageOffer
@@ -42,6 +44,7 @@ __getattr__, __dir__ = door(
     {
         "AlwaysVeto": "nvalchemi.training.hooks.update",
         "AverageOffer": "nvalchemi.training.hooks.plan",
+        "CapturedUpdate": "nvalchemi.training.hooks.captured",
         "OptimizerPlan": "nvalchemi.training.hooks.plan",
         "PassThrough": "nvalchemi.training.hooks.update",
         "Reading": "nvalchemi.training.hooks.decision",
@@ -49,6 +52,7 @@ __getattr__, __dir__ = door(
         "StepOutcome": "nvalchemi.training.hooks.stepping",
         "TrainingUpdateHook": "nvalchemi.training.hooks.update",
         "TrainingUpdateOrchestrator": "nvalchemi.training.hooks.orchestrator",
+        "UpdateGraph": "nvalchemi.training.hooks.captured",
         "UpdatePriority": "nvalchemi.training.hooks.update",
     },
     official_hooks=True,

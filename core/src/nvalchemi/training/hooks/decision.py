@@ -72,6 +72,7 @@ class Decision:
         self.found_inf = False
         self.deferred: list[Deferred] = []
         self._readings: list[Reading] = []
+        self.asked: list[Reading] = []  # those whose values are on their way
 
     def defer(self, hook: TrainingUpdateHook, reason: str, flag: Tensor, *, found_inf: bool) -> None:
         """Add a veto that counts if `flag` turns out to be non-zero or nan."""
@@ -114,7 +115,7 @@ class Decision:
         """Return the numbers that the host has to know, and who takes their values."""
         deferred, self.deferred = self.deferred, []
         readings = [reading for reading in self._readings if reading._tensor is not None]
-        self._readings = []
+        self._readings, self.asked = [], readings
 
         numbers = [number for one in deferred for number in one.numbers]
 

@@ -152,6 +152,11 @@ class TrainingUpdateOrchestrator:
         """The step whose outcome the host has not asked for yet, in lazy mode."""
         return self._conductor.latest.pending
 
+    def await_step(self, pending: PendingStep | None) -> PendingStep | None:
+        """Wait for another step than the pending one, which is returned: for whoever replays captured steps."""
+        before, self._pending = self._pending, pending
+        return before
+
     @property
     def optimizer_step_skipped(self) -> bool:
         """Whether no optimizer stepped at the latest optimizer-step stage; False before the first."""

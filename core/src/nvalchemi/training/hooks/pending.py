@@ -23,19 +23,31 @@ class HostMirror:
     """0-dim tensors, copied to the host without waiting for the device.
 
     On CUDA they are packed, copied into pinned memory, and an event says when they are there. What lies in the memory
-    of the host is read at once; any other device is asked when the numbers are wanted.
+    of the host is read at once; any other device is asked when the numbers are wanted. While a CUDA graph is captured
+    they are packed only: there is nothing to copy until it is replayed.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        self._send(tensors, None if on_host else pack(tensors))
+
+    def again(self) -> HostMirror:
+        """Return a mirror of the same tensors, which have other values now."""
+        mirror = HostMirror.__new__(HostMirror)
+        mirror._send(self._tensors, self._on_device)
+        return mirror
+
+    def _send(self, tensors: Sequence[Tensor], packed: Tensor | None) -> None:
+        self._tensors, self._on_device = tensors, packed
         self._values: list[float] | None = None
         self._event: torch.cuda.Event | None = None
-        if all(tensor.device.type == "cpu" for tensor in tensors):
+        if packed is None:
             self._values = read_together(tensors)
             return
-        self._packed = pack(tensors)
-        if self._packed.device.type == "cuda":
-            host = torch.empty(len(tensors), dtype=self._packed.dtype, pin_memory=True)
-            self._packed = host.copy_(self._packed, non_blocking=True)
+        self._packed = packed
+        if packed.is_cuda and not torch.cuda.is_current_stream_capturing():
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._packed = host.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -72,7 +84,7 @@ class PendingStep:
         self.ctx = ctx
         self.announced = False
         self._window: UpdateWindow | None = window
-        self._waiting, self._resolve = waiting, resolve
+        self.waiting, self._resolve = waiting, resolve
         self._batches = ctx.batch_count, ctx.epoch_step_count
         self._counting: list[TrainContext] = []
         self._followers: list[Callable[[TrainContext], None]] = []
@@ -88,7 +100,7 @@ class PendingStep:
         assert window is not None
         window.await_outcome(None, None)
         self.ctx.pending = None
-        return self._waiting.finish()
+        return self.waiting.finish(self.ctx)
 
     @contextmanager
     def as_it_was(self) -> Iterator[TrainContext]:

@@ -76,11 +76,14 @@ class Waiting(NamedTuple):
     veto_flag : torch.Tensor or None
         float32, 0-dim, exactly 1 if no optimizer stepped, else 0; None where only readings are on their way.
     finish : callable
-        Waits for the host to know, moves the schedulers, and returns what happened.
+        Waits for the host to know, moves the schedulers of a context, and returns what happened.
+    again : callable
+        Gives the same for the numbers as they are on the device now: the step was done once more, by a replay.
     """
 
     veto_flag: Tensor | None
-    finish: Callable[[], StepOutcome]
+    finish: Callable[[TrainContext], StepOutcome]
+    again: Callable[[], Waiting]
 
 
 def attempt_step(ctx: TrainContext, window: UpdateWindow, resolution: str = "before the step") -> StepOutcome:
@@ -127,7 +130,7 @@ def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutc
     numbers, take = window.ask()
     mirror = HostMirror([*numbers, *(() if ranks is None else ranks.votes)])
 
-    def know() -> None:
+    def know(mirror: HostMirror = mirror) -> None:
         values = mirror.read()
         take(values[: len(numbers)])
         if ranks is not None:
@@ -142,11 +145,14 @@ def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutc
             return _carry_out(ctx, window, everybody, chosen[:place], f"at once: {_why_no_veto(gradients)}")
     window.close(_any_of(own) if window.scaler is not None else None)
 
-    def finish() -> StepOutcome:
-        know()
-        return _carry_out(ctx, window, everybody, chosen, "lazily, after the step")
+    def waiting_for(mirror: HostMirror) -> Waiting:
+        def finish(ctx: TrainContext) -> StepOutcome:
+            know(mirror)
+            return _carry_out(ctx, window, everybody, chosen, "lazily, after the step")
 
-    return Waiting(flag, finish)
+        return Waiting(flag, finish, lambda: waiting_for(mirror.again()))
+
+    return waiting_for(mirror)
 
 
 def step_schedulers(

@@ -40,6 +40,6 @@ def advance(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: Scal
     )
 
 
-def bound(scale: Tensor, rule: ScaleRule) -> Tensor:
-    """Return the scale within its bounds, as a new tensor."""
-    return scale.clamp(rule.min_scale, rule.max_scale)
+def bound(scale: Tensor, rule: ScaleRule, *, out: Tensor | None = None) -> Tensor:
+    """Return the scale within its bounds, as a new tensor or in `out`, which may be `scale`."""
+    return torch.clamp(scale, rule.min_scale, rule.max_scale, out=out)
