@@ -309,7 +309,7 @@ class _Moment:
     """What the host knew of a window when it was captured: nothing yet of how it ends."""
 
     def __init__(self, window: UpdateWindow) -> None:
-        parts: list[Any] = [window, window.decision, *window.gradients, *window.decision.asked]
+        parts = [*window.parts(), *window.decision.asked]
         self._kept = [(part, _copied(vars(part))) for part in parts]
 
     def come_back(self) -> None:

@@ -154,7 +154,8 @@ class TrainingUpdateOrchestrator:
 
     def await_step(self, pending: PendingStep | None) -> PendingStep | None:
         """Wait for another step than the pending one, which is returned: for whoever replays captured steps."""
-        before, self._pending = self._pending, pending
+        latest = self._conductor.latest
+        before, latest.pending = latest.pending, pending
         return before
 
     @property

@@ -317,6 +317,10 @@ class UpdateWindow:
                         self._gradients.unscale(gradients)  # so that torch's scaler has a record of the inf
             self.scaler.close(found_inf)
 
+    def parts(self) -> list[Any]:
+        """Return every object that what is known of this window lies in."""
+        return [self, self._gradients, self.decision, *self._gradients.everybody]
+
     def release(self) -> None:
         """Let go of the gradients, for whoever keeps the context of this window."""
         self._gradients.release()
