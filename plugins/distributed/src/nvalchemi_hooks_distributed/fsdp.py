@@ -20,8 +20,8 @@ Chooses = Callable[[str, nn.Module], bool]
 class FSDPHook(SpreadingHook):
     """Shards each model over the processes by ``fully_shard`` (FSDP2).
 
-    Each rank holds a part and gathers what it needs. Parameters, gradients and optimizer state are spread; names stay those of the bare model. A process alone trains as
-    without the hook. Untested on a GPU.
+    Each rank holds a part and gathers what it needs. Parameters, gradients and optimizer state are spread; names stay
+    those of the bare model. A process alone trains as without the hook. Untested on a GPU.
 
     Parameters
     ----------
