@@ -92,6 +92,7 @@ def test_ranks_that_differ_are_named_on_every_rank(seen, rank):
     assert "rank 1 has totals (Totals, no distribution)" in figures["other hooks"]
     assert "(3 on rank 0, 4 on rank 1" in figures["other lengths"]
     assert "(rank 0: batch 4, 0 numbers shared; rank 1: batch 5, 0 numbers shared)" in figures["other batches"]
+    assert "rank 1: batch 0, the last of its pass, 0 numbers" in figures["other ends"]
 
 
 def test_a_norm_that_takes_a_message_is_not_asked_for_by_chance(seen):

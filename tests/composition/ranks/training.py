@@ -195,12 +195,13 @@ def other_lengths():
     return refused(RanksDifferError, lambda: strategy_of(DDPHook(split_data=False)).run(batches))
 
 
-def other_batches():
+def meeting(**place):
+    """Take a step in a loop of its own, at a place in the data that is said, and give what is refused."""
     weight = nn.Parameter(torch.ones(1))
     orchestrator = TrainingUpdateOrchestrator()
 
     def step():
-        with TrainContext(optimizers=[torch.optim.SGD([weight], lr=1.0)], batch_count=4 + rank()) as ctx:
+        with TrainContext(optimizers=[torch.optim.SGD([weight], lr=1.0)], **place) as ctx:
             orchestrator(ctx, TrainingStage.BEFORE_BATCH)
             ctx.loss = weight.sum()
             orchestrator(ctx, TrainingStage.DO_BACKWARD)
@@ -294,7 +295,8 @@ def main(folder):
             "sent": {"eager": sent(), "lazy": sent(lazy=True)},
             "other hooks": other_hooks(),
             "other lengths": other_lengths(),
-            "other batches": other_batches(),
+            "other batches": meeting(batch_count=4 + rank()),
+            "other ends": meeting(is_last_batch=rank() == 1),
             "early norm": early_norm(),
             "counted": counted(),
         }

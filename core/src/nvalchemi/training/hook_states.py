@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning, HookConflictError, HookStateMissingError
 from nvalchemi.hooks.protocols import CheckpointableHook
 from nvalchemi.metadata import Provenance, entry_points, provenance_of
+from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.plain import host_copy
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class HookStates:
         self._kept = {
             key: host_copy(dict(one)) for key, one in states.items() if "state" in one and key not in self._hooks
         }
-        for key, record in self._kept.items():
+        for key, record in self._kept.items() if global_rank() == 0 else ():
             warnings.warn(_left_over(key, record), CheckpointWarning, stacklevel=4)
 
     def last_calls(self, registry: HookRegistry) -> dict[str, dict[str, int]]:

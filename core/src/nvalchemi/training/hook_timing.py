@@ -43,7 +43,7 @@ class HookTiming:
         self.calls += 1
         self.seconds += seconds
         self.longest = max(self.longest, seconds)
-        if _log.isEnabledFor(logging.DEBUG):
+        if _log.isEnabledFor(logging.DEBUG) and getattr(ctx, "global_rank", 0) == 0:
             said = ", said no" if answer is False or (isinstance(answer, tuple) and answer[:1] == (False,)) else ""
             batch = getattr(ctx, "batch_count", "?")  # a step count might make the host wait for the device
             _log.debug(

@@ -510,7 +510,8 @@ class TrainingStrategy:
         goal, length = self._goal or 0, length_of(loader)
         if not self.num_steps:
             goal = self.batch_count + (goal - self.epoch) * (length or 0)
-        return RunProgress(goal or None, self._done_in_bar(), self.progress)
+        shown = self.progress if global_rank() == 0 else False
+        return RunProgress(goal or None, self._done_in_bar(), shown)
 
     def _done_in_bar(self) -> int:
         return self.step_count if self.num_steps else self.batch_count

@@ -17,9 +17,9 @@ __all__ = ["DDPHook"]
 class DDPHook(SpreadingHook):
     """Trains a replica of each model on every process, with gradients averaged by ``DistributedDataParallel``.
 
-    Started by ``torchrun``, it joins the process group (gloo on a CPU, nccl on CUDA), wraps the models before optimizers
-    are built, and gives every rank its part of the data: a loader with a batch size of 16 makes 32 samples a step on two
-    ranks. A process alone trains as without the hook. Untested on a GPU.
+    Started by ``torchrun``, it joins the process group (gloo on a CPU, nccl on CUDA), wraps the models before
+    optimizers are built, and gives every rank its part of the data: a loader with a batch size of 16 makes 32 samples a
+    step on two ranks. A process alone trains as without the hook. Untested on a GPU.
 
     Parameters
     ----------

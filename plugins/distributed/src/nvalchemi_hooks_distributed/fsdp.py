@@ -18,10 +18,10 @@ Chooses = Callable[[str, nn.Module], bool]
 
 
 class FSDPHook(SpreadingHook):
-    """Shards each model over the processes by ``fully_shard`` (FSDP2): each rank holds a part and gathers what it needs.
+    """Shards each model over the processes by ``fully_shard`` (FSDP2).
 
-    Parameters, gradients and optimizer state are spread; names stay those of the bare model. A process alone trains as
-    without the hook. Untested on a GPU.
+    Each rank holds a part and gathers what it needs. Parameters, gradients and optimizer state are spread; names stay
+    those of the bare model. A process alone trains as without the hook. Untested on a GPU.
 
     Parameters
     ----------
@@ -123,8 +123,8 @@ class FSDPHook(SpreadingHook):
         replicas, shards = self.mesh
         if replicas * shards != world:
             raise HookConflictError(
-                f"FSDPHook(mesh={self.mesh!r}) has {replicas * shards} places, but there are {world} ranks; the product "
-                "of the two numbers is the number of ranks."
+                f"FSDPHook(mesh={self.mesh!r}) has {replicas * shards} places, but there are {world} ranks; the "
+                "product of the two numbers is the number of ranks."
             )
         return init_device_mesh(device.type, self.mesh, mesh_dim_names=("replicate", "shard"))
 

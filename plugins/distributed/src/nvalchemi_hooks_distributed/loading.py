@@ -21,8 +21,8 @@ from nvalchemi.errors import HookConflictError
 __all__ = ["EveryNth", "Stride", "part_of", "samplers_of"]
 
 _KEPT = (
-    "batch_size", "collate_fn", "drop_last", "generator", "multiprocessing_context", "num_workers", "persistent_workers",
-    "pin_memory", "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn", "in_order",
+    "batch_size", "collate_fn", "drop_last", "generator", "multiprocessing_context", "num_workers",
+    "persistent_workers", "pin_memory", "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn", "in_order",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from nvalchemi.errors import HookNameClashError, PluginLoadError, PluginWarning,
 from nvalchemi.hooks.plugins.catalog import HookListing, HookState, check_switches, find_hook, listings
 from nvalchemi.hooks.plugins.loader import load_offer
 from nvalchemi.hooks.plugins.specs import HookOffer
-from nvalchemi.hooks.plugins.switches import Switches
+from nvalchemi.hooks.plugins.switches import Switches, is_first_rank
 from nvalchemi.metadata import Provenance, provenance_of
 
 __all__ = ["AUTO", "ActivatedHook", "activate_hooks"]
@@ -88,7 +88,7 @@ def activate_hooks(config: object) -> list[ActivatedHook]:
         activated = _activate_all(switches)
     else:
         activated = [_activate(item, label, where, switches) for label, where, item in _items(config)]
-    for hook in activated:
+    for hook in activated if is_first_rank() else ():
         _log.info("activated %s", hook)
     return activated
 

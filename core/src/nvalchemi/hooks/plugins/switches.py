@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nvalchemi.hooks.plugins.suggest import did_you_mean
 from nvalchemi.metadata import canonical_name
 
-__all__ = ["ALLOW", "DISABLE", "STRICT", "TRACE", "Switches", "is_on", "qualified"]
+__all__ = ["ALLOW", "DISABLE", "STRICT", "TRACE", "Switches", "is_first_rank", "is_on", "qualified"]
 
 DISABLE = "NVALCHEMI_HOOKS_DISABLE"
 ALLOW = "NVALCHEMI_HOOKS_ALLOW"
@@ -17,6 +17,11 @@ STRICT = "NVALCHEMI_HOOKS_STRICT"
 TRACE = "NVALCHEMI_HOOKS_TRACE"
 _EVERYTHING = "*"
 _NO = frozenset({"", "0", "false", "no", "off"})
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one among several that speaks for all, as ``torchrun`` tells it."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True, slots=True)

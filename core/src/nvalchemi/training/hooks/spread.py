@@ -15,8 +15,9 @@ from nvalchemi.training.sharding import is_sharded
 __all__ = ["from_total", "over_ranks", "share_of", "total_of"]
 
 _TOO_EARLY = (
-    "The norm of gradients that are spread over ranks was asked for outside the optimizer step, where it would take a "
-    "message that not every rank may send; ask in before_optimizer_step, or, for ctx.grad_norm, at AFTER_OPTIMIZER_STEP."
+    "The norm of gradients that are spread over ranks was asked for outside the optimizer step, where it would take "
+    "a message that not every rank may send; ask in before_optimizer_step, or, for ctx.grad_norm, at "
+    "AFTER_OPTIMIZER_STEP."
 )
 
 

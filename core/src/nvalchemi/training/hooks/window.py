@@ -324,3 +324,4 @@ class UpdateWindow:
     def release(self) -> None:
         """Let go of the gradients, for whoever keeps the context of this window."""
         self._gradients.release()
+        self.ranks = None
