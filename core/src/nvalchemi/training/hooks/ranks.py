@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "RanksOfWindow"]
 
 _AVAILABLE = distributed.is_available()
-_HEADER = 3  # place, its square, and who is at the last batch
+_HEADER = 4  # who is there, place, its square, and who is at the last batch
 _ROOM = 32  # numbers are sent in multiples of it, so that ranks that share more or fewer still meet
 
 
@@ -98,7 +98,7 @@ class RanksOfWindow:
         spread = [gradients for gradients in window.gradients if gradients.is_spread]
         self._place = {"batch": ctx.batch_count, "numbers": len(window.shared), "last": int(ctx.is_last_batch)}
         place = zlib.crc32(repr((ctx.batch_count, len(window.shared), len(spread))).encode()) & 0xFFFFF
-        header = [float(place), float(place**2), float(ctx.is_last_batch)]
+        header = [1.0, float(place), float(place**2), float(ctx.is_last_batch)]
         values = [*(one.total_here(device) for one in spread), *(one.value for one in window.shared)]
         room = -(len(header) + len(values)) % _ROOM
         message = _packed([*header, *values, *[0.0] * room], device)
@@ -186,8 +186,8 @@ class RanksOfWindow:
             own.holds_inf = inf
 
     def _check(self, header: Sequence[float], *, together: bool) -> None:
-        place, square, last = (int(number) for number in header)
-        if place * place != self._world * square or last not in (0, self._world):
+        met, place, square, last = (int(number) for number in header)
+        if place * place != met * square or last not in (0, met):
             raise RanksDifferError(_where(gathered(self._place) if together else [self._place]))
 
 
