@@ -180,6 +180,7 @@ def compare_section(file: BufferedReader, manifest: Manifest, name: str, *, summ
     CheckpointDamagedError
         A ``ValueError``: it is truncated, or holds other bytes than were written.
     """
+    file.seek(0)
     if wrong := _differs(file, manifest.sections[name], summed):
         raise CheckpointDamagedError(f"{file.name} (section {name!r}) is {wrong}; {_RESTORE}.")
 
