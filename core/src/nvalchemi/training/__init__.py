@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from nvalchemi.training.validation import Validation as Validation
     from nvalchemi.training.validation import ValidationResult as ValidationResult
     from nvalchemi_hooks_checkpoint import CheckpointHook as CheckpointHook
+    from nvalchemi_hooks_distributed import DDPHook as DDPHook
+    from nvalchemi_hooks_distributed import FSDPHook as FSDPHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
