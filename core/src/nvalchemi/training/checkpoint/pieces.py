@@ -1,7 +1,7 @@
 """A file of pieces of tensors: what one rank held of each, and where that belongs in the whole.
 
-The format is that of safetensors: the length of a header, the header in JSON, and bytes. Where a piece lies in its
-tensor is said where ``torch.distributed.checkpoint`` says it in such files, so that its reader of them reads these, too.
+The format is that of safetensors: the length of a header, the header in JSON, bytes. Where a piece lies in its tensor
+is said where ``torch.distributed.checkpoint`` says it in such files, so that its reader of them reads these, too.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def _open(root: str | Path, manifest: Manifest, stack: ExitStack) -> dict[str, B
     return files
 
 
-def _sharded_tensors(root: str | Path, manifest: Manifest, files: Mapping[str, BufferedReader]) -> Mapping[str, SavedTensor]:
+def _sharded_tensors(
+    root: str | Path, manifest: Manifest, files: Mapping[str, BufferedReader]
+) -> Mapping[str, SavedTensor]:
     """Return the sharded tensors by name; the module that knows of them is imported where there are any."""
     pieces = {name: file for name, file in files.items() if is_piece(name)}
     if not pieces:
