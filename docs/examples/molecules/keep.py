@@ -10,7 +10,7 @@ import torch
 from evaluate import averaged_model
 from rich.console import Console
 
-from nvalchemi.training import TrainingStrategy, load_training
+from nvalchemi.training import TrainingStrategy, bare_module, load_training
 
 
 def saving(folder: Path, *, resume: bool) -> Any:
@@ -48,7 +48,7 @@ def go_on(strategy: TrainingStrategy, folder: Path, console: Console) -> None:
 
 def export(file: Path, strategy: TrainingStrategy) -> None:
     """Write the weights, live and averaged, for ``torch.load(file, weights_only=True)``; equal weights, equal bytes."""
-    weights = {"live": strategy.models["main"].state_dict()}
+    weights = {"live": bare_module(strategy.models["main"]).state_dict()}
     if (averaged := averaged_model(strategy)) is not None:
         weights["averaged"] = averaged.module.state_dict()
     aside = file.with_name(f"{file.name}.part")

@@ -8,6 +8,7 @@ from the end of each trajectory, with a prediction that costs nothing: the mean 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 
 import nvalchemi
 from nvalchemi.hooks import HookState, list_hooks
-from nvalchemi.training import OptimizerConfig, TrainingStrategy, Validation
+from nvalchemi.training import OptimizerConfig, TrainingStrategy, Validation, bare_module
 
 EPOCHS, BATCH_SIZE, LEARNING_RATE, WARM_UP = 30, 16, 1e-2, 120
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,10 +46,15 @@ examples:
   python train.py --precision fp16             half precision: the loss is scaled, and some first steps are vetoed
   python train.py --checkpoint run              save it every epoch; if it is stopped: add --resume, and it goes on
   python train.py --export weights.pt          final weights, live and averaged: torch.load(..., weights_only=True)
+  torchrun --nproc_per_node=2 train.py         on two processes, which share each batch between them
   python train.py --data my.xyz --epochs 100   your own trajectory (extended XYZ: energy in eV, forces in eV/Å)
 
 figures of --json: errors are mean absolute errors, energies in meV/atom, forces in meV/Å for each component.
 """
+
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+"""Which process this is, and of how many, as torchrun tells it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    console = Console()
+    console = Console(quiet=RANK != 0)
     try:
         for file in filter(None, (options.json, options.plot, options.export)):
             refuse_missing_folder(file)
@@ -68,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts = split(trajectories)
         hooks = chosen_hooks(options.hooks, options.precision)
         recorder = Recorder(identity(options, parts))
-        loader = batches(parts.training, BATCH_SIZE, shuffle=True)
+        loader = batches(parts.training, batch_size_of_rank(), shuffle=True)
         watching: list[Any] = [recorder]
         if not sys.stderr.isatty():  # a terminal has a progress bar
             watching.append(SignOfLife(console, length_of(options, loader), "steps" if options.steps else "batches"))
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.resume:
             go_on(strategy, options.checkpoint, console)
     except (ValueError, LookupError, ImportError, OSError) as refusal:  # data, hooks, device, files: all say why
-        parser.exit(2, f"{parser.prog}: {refusal}\n")
+        parser.exit(2, f"{parser.prog}: {refusal}\n" if RANK == 0 else None)
     console.print(
         f"{', '.join(trajectory.name for trajectory in trajectories)}: {len(parts.training)} configurations to train "
         f"on, {len(parts.validation)} for the learning curve, {len(parts.held_out)} held out; "
@@ -89,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     start = time.perf_counter()
     strategy.run(loader)
-    predictions = {"live": predict(strategy, strategy.models["main"], parts.held_out)}
+    if RANK != 0:
+        return
+    predictions = {"live": predict(strategy, bare_module(strategy.models["main"]), parts.held_out)}
     if (averaged := averaged_model(strategy)) is not None:
         predictions["averaged"] = predict(strategy, averaged, parts.held_out)
     errors = {weights: errors_of(prediction, parts.held_out) for weights, prediction in predictions.items()}
@@ -179,12 +187,26 @@ def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, 
             f"--precision {precision} needs the hook mixed_precision, which is not active; "
             "add it to --hooks, or install it: pip install 'nvalchemi-hooks[loss-scaling]'"
         )
-    return [{name: settings.get(name, {})} for name in chosen]
+    spread = ["ddp"] if RANKS > 1 and "ddp" not in chosen and "fsdp" not in chosen else []
+    return [{name: settings.get(name, {})} for name in (*spread, *chosen)]
+
+
+def batch_size_of_rank() -> int:
+    """Return how many configurations of a batch one process sees.
+
+    Raises
+    ------
+    ValueError
+        The batch cannot be shared out evenly.
+    """
+    if BATCH_SIZE % RANKS:
+        raise ValueError(f"{RANKS} processes cannot share {BATCH_SIZE} configurations evenly; start 2, 4, 8 or 16")
+    return BATCH_SIZE // RANKS
 
 
 def length_of(options: Any, loader: Any) -> int:
     """Count the steps of the run, were none of them vetoed."""
-    return options.steps or options.epochs * len(loader)
+    return options.steps or options.epochs * -(-len(loader) // RANKS)
 
 
 def settings_of(options: Any, hooks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:

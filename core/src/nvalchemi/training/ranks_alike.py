@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvalchemi.errors import HookConflictError, RanksDifferError
-from nvalchemi.metadata import provenance_of
 from nvalchemi.training.arguments import gathered, length_of, world_size
 from nvalchemi.training.hook_states import NamedHook
 
@@ -60,6 +59,6 @@ def refuse_other_lengths(loader: Iterable[Any]) -> None:
 
 
 def _said(one: NamedHook) -> str:
-    origin = provenance_of(one.hook)
+    origin = one.provenance
     source = f"{origin.distribution} {origin.version}" if origin else "no distribution"
     return f"{one.key} ({type(one.hook).__name__}, {source})"
