@@ -12,7 +12,7 @@ import pytest
 import torch
 
 WORKER = Path(__file__).with_name("ranks.py")
-LIMIT = 60  # seconds; a group that hangs is ended
+LIMIT = 60  # seconds a check; a group that hangs is ended
 
 
 def start(folder, size, *names):
@@ -29,7 +29,7 @@ def start(folder, size, *names):
         for rank in range(size)
     ]
     try:
-        answers = [process.communicate(timeout=LIMIT)[0] for process in started]
+        answers = [process.communicate(timeout=LIMIT * len(names))[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="package")
 def two(folder):
     """What two ranks saw."""
-    return start(folder, 2, "trained", "unfused", "saved", "loaded", "failures", "hooked")
+    return start(folder, 2, "trained", "unfused", "saved", "loaded", "failures", "hooked", "counted")
 
 
 @pytest.fixture(scope="package")

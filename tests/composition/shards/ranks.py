@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from nvalchemi.errors import CheckpointWriteError
 from nvalchemi.training import (
@@ -83,7 +84,7 @@ def batches(count=70):
     return made
 
 
-def strategy(num_steps, *hooks, fused=True, kind="AdamW"):
+def strategy(num_steps, *hooks, fused=True, kind="AdamW", averages=True, plain=True):
     torch.manual_seed(11)
     model = Net()
     if distributed.is_initialized():
@@ -101,9 +102,8 @@ def strategy(num_steps, *hooks, fused=True, kind="AdamW"):
             LossScalingHook(init_scale=2.0**10, growth_interval=15),
             GradScalerVetoHook(),
             GradientClipHook(max_norm=0.5),
-            EMAHook(decay=0.9),
-            Poison(),
-            Veto(),
+            *([EMAHook(decay=0.9)] if averages else []),
+            *([Poison(), Veto()] if plain else []),
             *hooks,
         ],
         progress=False,
@@ -225,6 +225,19 @@ def hooked(folder):
     other.run(batches())
     distributed.barrier()
     return {"kept": kept, "later": sorted(path.name for path in root.glob("step-*")), "steps": other.step_count}
+
+
+def counted(folder):
+    """The collectives of a step, with an average and without."""
+    found = {"groups": 2}
+    for name, averages in (("with", True), ("without", False)):
+        run = strategy(2, averages=averages, plain=False)  # whose hooks all decide alike
+        run.run(batches())
+        with CommDebugMode() as communication:
+            run.train_batch(batches()[2])
+        found[name] = communication.get_total_counts()
+        found[f"{name}, by kind"] = {str(kind): count for kind, count in communication.get_comm_counts().items()}
+    return found
 
 
 def one_is_killed(folder):

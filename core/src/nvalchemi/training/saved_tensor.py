@@ -96,10 +96,9 @@ def placed(saved: Any, like: Any = None) -> Any:
     {'weight': tensor([1.]), 'step': 3}
     """
     if _is_saved(saved):
-        known = like if isinstance(like, Tensor) else None
-        if known is not None and known.shape != saved.shape:
+        if isinstance(like, Tensor) and like.shape != saved.shape:
             return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-        return saved.read(known)
+        return saved.read(like if isinstance(like, Tensor) else None)
     if isinstance(saved, Tensor):
         return like_sharded(saved, like) if is_sharded(like) and like.shape == saved.shape else saved
     if type(saved) in (dict, OrderedDict):

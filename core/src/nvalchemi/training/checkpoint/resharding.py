@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -94,7 +94,7 @@ def _read(name: str, found: list[tuple[_File, Piece]], like: Tensor | None) -> T
         target = torch.empty_like(like, dtype=first.dtype, requires_grad=False)
     if not target.numel():
         return target
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({name: target}, _metadata(name, found), is_coordinator=True)
     by_place = {piece.offsets: (file, piece) for file, piece in found if 0 not in piece.sizes}
     with torch.no_grad():

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, distributed
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from nvalchemi.errors import CheckpointWriteError
@@ -102,8 +104,8 @@ def write_sharded(
             Path(root), partial(_conclude, sections=sections, kind=kind, metadata=metadata), stack, prepare
         )
         with _one_failure_for_all(root):
-            planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=saving_group())
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            save(dict(shards), storage_writer=writer, planner=planner, process_group=saving_group())
         if writer.attempt is not None:
             writer.attempt.remove_others()
 
@@ -112,7 +114,7 @@ def write_sharded(
 def _one_failure_for_all(root: str | Path) -> Iterator[None]:
     try:
         yield
-    except dcp.api.CheckpointException as failed:
+    except CheckpointException as failed:
         rank, (error, _) = next(iter(sorted(failed.failures.items())))
         errno = error.errno if isinstance(error, OSError) else None
         why = not_written(error) if isinstance(error, OSError) else f"The checkpoint was not written: {error!r}"
@@ -140,7 +142,7 @@ def _conclude(
     new.complete(kind, {**new.write(sections), **files}, metadata)
 
 
-class _Writer(dcp.StorageWriter):
+class _Writer(StorageWriter):
     """What `torch.distributed.checkpoint` asks of a storage.
 
     Parameters
@@ -185,7 +187,7 @@ class _Writer(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what the plan says that this rank writes."""
         folder, rank = plan.storage_data
-        pieces = [(_piece(item), planner.resolve_data(item)) for item in plan.items]
+        pieces: Any = [(_piece(item), planner.resolve_data(item)) for item in plan.items]  # there are tensors only
         done: Future[list[WriteResult]] = Future()
         written = write_file(folder, f"{rank}.shards.safetensors", partial(write_pieces, pieces=pieces))
         done.set_result([WriteResult(item.index, written.size, (rank, written)) for item in plan.items])
