@@ -86,7 +86,7 @@ DAMAGE = {
         (root / "manifest.json").read_text().replace('"step_count": 1', '"step_count": 2')), CheckpointDamagedError,
         "manifest.json is damaged: its digest is not that of its content"),
     "newer format": (lambda root: (root / "manifest.json").write_text('{"format": 7}'), CheckpointFormatError,
-                     "has the format 7, but this nvalchemi-hooks reads the format 1; upgrade it: pip install"),
+                     "has the format 7, but this nvalchemi-hooks reads the formats 1 and 2; upgrade it: pip install"),
     "no format": (lambda root: (root / "manifest.json").write_text('{"format": "1"}'), CheckpointDamagedError,
                   "it has no format number"),
     "path out": (lambda root: rewrite(root, lambda c: c["sections"]["run"].update(file="../../secret.pt")),

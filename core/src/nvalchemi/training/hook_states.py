@@ -14,6 +14,7 @@ from nvalchemi.hooks.protocols import CheckpointableHook
 from nvalchemi.metadata import Provenance, entry_points, provenance_of
 from nvalchemi.training.arguments import global_rank
 from nvalchemi.training.plain import host_copy
+from nvalchemi.training.saved_tensor import placed
 
 if TYPE_CHECKING:
     from nvalchemi.hooks.registry import HookRegistry
@@ -133,15 +134,18 @@ class HookStates:
         for key, hook in self._hooks.items():
             if not hook.keeps_state or key in fresh or "state" not in states.get(key, {}):
                 continue
-            undo.callback(hook.hook.load_state_dict, hook.hook.state_dict())
+            before = hook.hook.state_dict()
+            undo.callback(hook.hook.load_state_dict, before)
             try:
-                hook.hook.load_state_dict(states[key]["state"])
+                hook.hook.load_state_dict(placed(states[key]["state"], before))
             except Exception as error:  # noted and raised again
                 error.add_note(_where(key, states[key], hook))
                 raise
         undo.callback(setattr, self, "_kept", self._kept)
         self._kept = {
-            key: host_copy(dict(one)) for key, one in states.items() if "state" in one and key not in self._hooks
+            key: host_copy(placed(dict(one)))
+            for key, one in states.items()
+            if "state" in one and key not in self._hooks
         }
         for key, record in self._kept.items() if global_rank() == 0 else ():
             warnings.warn(_left_over(key, record), CheckpointWarning, stacklevel=4)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nvalchemi.errors import ModelImportError, ModelNotAllowedError, ModelSpecError
+from nvalchemi.training.sharding import own_class
 
 __all__ = ["Allowed", "ModelSpec", "create_model_spec"]
 
@@ -99,7 +100,7 @@ class ModelSpec:
     def fits(self, module: nn.Module) -> bool:
         """Whether it can be what this builds: of a target that is a class, an instance of exactly that."""
         target = _attribute(sys.modules.get(self.target.partition(":")[0]), self.target.partition(":")[2])
-        return not isinstance(target, type) or type(module) is target
+        return not isinstance(target, type) or own_class(module) is target
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.errors import NotPlainDataError
+from nvalchemi.training.sharding import is_sharded
 
 __all__ = ["Copied", "check_json", "check_plain", "host_copy", "on_host"]
 
@@ -105,6 +106,8 @@ def check_json(value: Any, where: str) -> None:
 def host_copy(value: Any, *, copied: Copied | None = None) -> Any:
     """Return plain data with every tensor copied to the host; tensors that share memory share it in the copy too.
 
+    Of a tensor that is spread over ranks the part that this rank holds is copied.
+
     Parameters
     ----------
     value : Any
@@ -125,6 +128,8 @@ def host_copy(value: Any, *, copied: Copied | None = None) -> Any:
         return _copied_tensor(value.detach(), copied)
     if isinstance(value, Counter):
         return Counter(value)
+    if is_sharded(value):
+        return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
         return type(value)((key, host_copy(item, copied=copied)) for key, item in value.items())
     if type(value) in (list, tuple):

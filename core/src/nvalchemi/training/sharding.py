@@ -16,7 +16,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["any_sharded", "is_sharded", "like_sharded", "local_part", "local_parts", "placed_alike"]
+__all__ = [
+    "any_sharded",
+    "has_shards",
+    "is_sharded",
+    "like_sharded",
+    "local_part",
+    "local_parts",
+    "own_class",
+    "placed_alike",
+]
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -34,6 +43,21 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 def any_sharded(tensors: Iterable[object]) -> bool:
     """Return whether any of some values is spread over ranks."""
     return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, tensors))
+
+
+def has_shards(modules: Iterable[Any]) -> bool:
+    """Return whether any of some modules is spread over ranks, whatever it holds at the moment.
+
+    A module of FSDP2 may hold gathered parameters after it was called.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(
+        isinstance(part, kind) or any_sharded(part._parameters.values()) or any_sharded(part._buffers.values())
+        for module in modules
+        for part in module.modules()
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -87,3 +111,17 @@ def _layout_equals(tensor: Tensor, other: Tensor) -> bool:
     if is_sharded(tensor) and is_sharded(other):
         return tensor.placements == other.placements and tensor.device_mesh == other.device_mesh
     return not is_sharded(tensor) and not is_sharded(other)
+
+
+def own_class(module: Any) -> type:
+    """Return the class of a module; of one that FSDP2 has sharded that which it had before.
+
+    Examples
+    --------
+    >>> own_class(torch.nn.Linear(1, 1))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None or not isinstance(module, kind):
+        return type(module)
+    return next(own for own in type(module).__mro__ if not issubclass(own, kind))

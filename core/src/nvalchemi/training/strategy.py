@@ -33,11 +33,12 @@ from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
 from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths
 from nvalchemi.training.rng import random_numbers_kept
+from nvalchemi.training.sharding import has_shards
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.step_count import StepCount
 from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.tally import Tally
-from nvalchemi.training.unwrap import unreplicated
+from nvalchemi.training.unwrap import bare_module, unreplicated
 from nvalchemi.training.validation import (
     Validation,
     ValidationResult,
@@ -178,6 +179,11 @@ class TrainingStrategy:
         """Executed optimizer steps, counted once for every rank; a pending step is resolved."""
         self._steps.exact()
         return self._steps.known_globally
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether models are spread over ranks, so that every rank takes part in a save."""
+        return has_shards(map(bare_module, self.models.values()))
 
     def run(self, loader: Iterable[Any]) -> None:
         """Train for `num_epochs` or `num_steps`; a run that was interrupted is finished, a finished one goes on.

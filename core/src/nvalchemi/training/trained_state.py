@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.errors import CheckpointError, CheckpointMismatchError, NotPlainDataError
 from nvalchemi.training.plain import Copied, host_copy
+from nvalchemi.training.saved_tensor import SavedTensor, placed, placed_moments
 from nvalchemi.training.shape import Each
 from nvalchemi.training.state_shape import check_shape
 from nvalchemi.training.unwrap import bare_module
@@ -26,6 +27,7 @@ __all__ = [
     "load_steppers",
     "may_refuse",
     "model_states",
+    "placed_in",
     "refuse_lazy",
     "stepper_states",
 ]
@@ -76,7 +78,13 @@ def check_models(models: Mapping[str, nn.Module], states: Mapping[str, Any]) -> 
         )
     for name, model in models.items():
         refuse_lazy(name, model, CheckpointMismatchError)
-        check_model(name, bare_module(model), states[name])
+        bare = bare_module(model)
+        check_model(name, bare, placed_in(bare, states[name]))
+
+
+def placed_in(model: nn.Module, state: Any) -> Any:
+    """Return a saved state spread over ranks as a model is."""
+    return placed(state, model.state_dict()) if isinstance(state, Mapping) else state
 
 
 def refuse_lazy(name: str, model: nn.Module, kind: type[CheckpointError]) -> None:
@@ -138,7 +146,7 @@ def check_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Map
         own = dict(bare_module(models[key]).named_parameters()) if key in models else {}
         for name, gradient in saved.items():
             expected = own.get(name)
-            if not isinstance(gradient, Tensor) or expected is None or not _alike(gradient, expected):
+            if not isinstance(gradient, Tensor | SavedTensor) or expected is None or not _alike(gradient, expected):
                 fits = f"is {_described(expected)}" if expected is not None else "is not there"
                 raise CheckpointMismatchError(
                     f"The gradient of {key}.{name} is {_described(gradient)} in the checkpoint, but the parameter "
@@ -160,7 +168,7 @@ def load_models(models: Mapping[str, nn.Module], states: Mapping[str, Any], undo
         bare = bare_module(model)
         if undo is not None:
             undo.callback(bare.load_state_dict, host_copy(dict(bare.state_dict())))
-        bare.load_state_dict(states[name])
+        bare.load_state_dict(placed_in(bare, states[name]))
 
 
 def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]], undo: ExitStack | None) -> None:
@@ -168,9 +176,12 @@ def load_steppers(steppers: Sequence[Any], states: Sequence[Mapping[str, Any]], 
     for stepper, state in zip(steppers, states, strict=True):
         if undo is not None:
             undo.callback(stepper.load_state_dict, host_copy(stepper.state_dict()))
-        stepper.load_state_dict(state["state"])
+        saved = state["state"]
         if isinstance(stepper, torch.optim.Optimizer):
-            _give_dtypes_back(stepper, state["state"])
+            saved = _placed_for(stepper, saved)
+        stepper.load_state_dict(saved)
+        if isinstance(stepper, torch.optim.Optimizer):
+            _give_dtypes_back(stepper, saved)
 
 
 def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -178,7 +189,17 @@ def load_gradients(models: Mapping[str, nn.Module], gradients: Mapping[str, Mapp
     for key, model in models.items():
         saved = gradients.get(key, {})
         for name, parameter in bare_module(model).named_parameters():
-            parameter.grad = saved[name].to(parameter.device, copy=True) if name in saved else None
+            parameter.grad = placed(saved[name], parameter).to(parameter.device, copy=True) if name in saved else None
+
+
+def _placed_for(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state spread over ranks as the parameters are that it belongs to."""
+    moments = {
+        place: placed_moments(state["state"][place], parameter)
+        for place, parameter in _by_place(optimizer, state)
+        if place in state["state"]
+    }
+    return {**state, "state": {**state["state"], **moments}}
 
 
 def _give_dtypes_back(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -214,14 +235,14 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], w
     for place, parameter in _by_place(optimizer, state):
         check_shape(moments := state["state"].get(place, {}), {}, f"{where}['state'][{place}]")
         for key, value in moments.items() if type(optimizer).__module__.startswith("torch.") else ():
-            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
+            if key in _LIKE_PARAMETERS and isinstance(value, Tensor | SavedTensor) and value.shape != parameter.shape:
                 raise CheckpointMismatchError(
                     f"{where}['state'][{place}][{key!r}] is {_described(value)}, but its parameter is "
                     f"{_described(parameter)}; give what save_training saved, {_ELSEWHERE}."
                 )
 
 
-def _alike(gradient: Tensor, parameter: Tensor) -> bool:
+def _alike(gradient: Tensor | SavedTensor, parameter: Tensor) -> bool:
     dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None, of newer versions of torch: any
     return gradient.shape == parameter.shape and dtype in (gradient.dtype, None)
 
@@ -235,7 +256,7 @@ def _class_name(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | SavedTensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ __all__ = ["CheckpointFolder"]
 class Snapshot(Protocol):
     """A copy of the state of a run that can be written by another thread while the run goes on."""
 
-    def write(self, root: Path) -> object:
-        """Write it as a checkpoint into the folder `root`."""
+    def write(self, root: Path, *, prepare: Callable[[], object] | None = None) -> object:
+        """Write it as a checkpoint into the folder `root`, after calling `prepare` where the first rank writes."""
 
 
 class CheckpointFolder:
@@ -57,6 +57,13 @@ class CheckpointFolder:
     on_error : {"raise", "warn"}
         What becomes of a write that failed.
 
+    Attributes
+    ----------
+    together : bool
+        Several ranks write each checkpoint, every one its part. They keep the same record, and know the same when they
+        save.
+    leads : bool
+        This rank sees to the folder: it alone writes the index and removes checkpoints.
     """
 
     _in_use: ClassVar[WeakValueDictionary[Path, CheckpointFolder]] = WeakValueDictionary()
@@ -64,6 +71,7 @@ class CheckpointFolder:
     def __init__(self, root: Path, kept: Retention, writer: Writer, *, on_error: str) -> None:
         self.root, self._kept, self._writer, self._on_error = root, kept, writer, on_error
         self._is_claimed = False
+        self.together, self.leads = False, True
 
     def claim(self) -> None:
         """Make the folder and see that nobody else saves there.
@@ -82,10 +90,12 @@ class CheckpointFolder:
             )
         if self._is_claimed:
             return
-        make_folder(self.root)
+        if self.leads:
+            make_folder(self.root)
         index = read_index(self.root)
         if self._kept.folder is not None and self._kept.folder == index.get("folder"):
-            remove_incomplete(self.root)  # what a killed run left half written, or half removed
+            if self.leads:
+                remove_incomplete(self.root)  # what a killed run left half written, or half removed
         elif found := complete_checkpoints(self.root):
             raise FileExistsError(_foreign(self.root, found[-1], has_index=bool(index)))
         else:
@@ -110,7 +120,7 @@ class CheckpointFolder:
         if self.holds(step):
             return
         self.claim()
-        self._writer.wait(leave=1)
+        self._writer.wait(leave=0 if self.together else 1)
         self._report()
         with self._writer.lock:
             name = self._kept.add(step, best_value=best_value)
@@ -178,14 +188,20 @@ class CheckpointFolder:
         """Write a copy and remove what it makes superfluous; the writer does this."""
         folder = self.root / name
         try:
-            self._write_index()  # before: an incomplete one is passed over by who reads it
-            copies.pop().write(folder)  # nobody else has it, so its memory is free once it is written
-            sync_folder(self.root)
+            # The index comes before: an incomplete one is passed over by who reads it. Where all ranks write, its
+            # failure has to be that of all. Nobody else has the copy, so its memory is free once it is written.
+            if self.together:
+                copies.pop().write(folder, prepare=self._write_index)
+            else:
+                self._write_index()
+                copies.pop().write(folder)
+            if self.leads:
+                sync_folder(self.root)
         except BaseException as error:  # raised again, once memory and disk have back what is of no use
             _let_go(error)
             with self._writer.lock:
                 self._kept.forget(name)
-            if not is_complete(folder):
+            if self.leads and not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # the next save writes it again, and until then it names one that is not there
                 self._write_index()
@@ -199,13 +215,15 @@ class CheckpointFolder:
         with self._writer.lock:
             surplus = self._kept.surplus()
         for name in surplus:
-            remove_checkpoint(self.root / name)
+            if self.leads:
+                remove_checkpoint(self.root / name)
             with self._writer.lock:
                 self._kept.forget(name)
         self._write_index()
 
     def _write_index(self) -> None:
-        write_index(self.root, self.state())
+        if self.leads:
+            write_index(self.root, self.state())
 
     def _report(self) -> None:
         """Complain of what failed: of each by a warning, or of the first by an error with notes on the others."""

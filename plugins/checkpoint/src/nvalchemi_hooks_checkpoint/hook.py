@@ -33,7 +33,10 @@ class CheckpointHook:
     Each is a folder ``root/step-00000030`` of its own that `nvalchemi.training.load_training` loads. Training waits for
     a copy of the state; the copy is written by another thread. A save that is due while one is being written is copied
     and written after it. Only a third waits, so there are never more than two copies, and every save that is due is
-    made. Only rank 0 saves.
+    made.
+
+    Only rank 0 saves, unless the models are spread over ranks: then every rank writes what it holds, in a thread of its
+    own, to a file system that all ranks see, and a save that is due while one is being written waits for that one.
 
     A step is saved once: a batch whose step was vetoed saves nothing, and neither does one in an open window, whose
     gradients belong to a step that is still to come.
@@ -127,13 +130,17 @@ class CheckpointHook:
         writer = Writer(asynchronous=self.asynchronous)
         self._folder = CheckpointFolder(self.root, kept, writer, on_error=self.on_error)
         self._window_open = self._overdue = self._entered = False
+        self._together: bool | None = None  # whether all ranks save; looked at once a run
 
     def _runs_on_stage(self, stage: TrainingStage) -> bool:
         return stage in _STAGES
 
     def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
         """Save what is due."""
-        if ctx.global_rank != 0:
+        if self._together is None or stage is TrainingStage.BEFORE_TRAINING:
+            self._together = bool(getattr(ctx.workflow, "is_sharded", False))
+            self._folder.together, self._folder.leads = self._together, ctx.global_rank == 0
+        if ctx.global_rank != 0 and not self._together:
             return
         if stage is TrainingStage.BEFORE_TRAINING:
             self._folder.claim()  # what is wrong with it is said before any time is spent

@@ -8,7 +8,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +19,7 @@ import torch
 from nvalchemi.errors import CheckpointWriteError
 from nvalchemi.training.checkpoint.manifest import DATA_FOLDER, MANIFEST, Manifest, SectionFile
 
-__all__ = ["write_sections"]
+__all__ = ["Attempt", "attempt", "not_written", "write_file", "write_sections"]
 
 
 def write_sections(
@@ -45,27 +47,65 @@ def write_sections(
         An ``OSError`` with the cause: what was written is removed, and the earlier checkpoint is as it was.
     """
     root = Path(root)
-    complete = False
-    folder = root / f"data-{secrets.token_hex(8)}"  # from the system's entropy: no generator of the run is drawn from
     try:
-        folder.mkdir(parents=True)
-        files = {
-            name: _write_section(folder, f"{place}{_slug(name)}.pt", section)
+        with attempt(root) as new:
+            manifest = new.complete(kind, new.write(sections), metadata or {})
+    except OSError as error:
+        raise CheckpointWriteError(error.errno, not_written(error), str(root)) from error
+    new.remove_others()
+    return manifest
+
+
+class Attempt:
+    """A checkpoint that is being written into a folder of its own, beside the one that is there.
+
+    Parameters
+    ----------
+    root : Path
+        Where the checkpoint is to be.
+    folder : Path
+        The folder of its files, in `root`.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        self.is_complete = False
+
+    def write(self, sections: Mapping[str, Any]) -> dict[str, SectionFile]:
+        """Write one file for each section, and return what the manifest says of them."""
+        return {
+            name: write_file(self.folder, f"{place}{_slug(name)}.pt", partial(torch.save, section))
             for place, (name, section) in enumerate(sections.items())
         }
-        manifest = Manifest(kind, folder.name, files, dict(metadata or {}))
-        _write_text(folder / MANIFEST, manifest.to_json())
-        _flush_folder(folder)
-        (folder / MANIFEST).replace(root / MANIFEST)
-        complete = True
-        _flush_folder(root)
-    except OSError as error:
-        raise CheckpointWriteError(error.errno, _not_written(error), str(root)) from error
+
+    def complete(self, kind: str, files: Mapping[str, SectionFile], metadata: Mapping[str, Any]) -> Manifest:
+        """Have a manifest take the place of the earlier one, by a rename; all files that it names are written."""
+        manifest = Manifest(kind, self.folder.name, dict(files), dict(metadata))
+        _write_text(self.folder / MANIFEST, manifest.to_json())
+        _flush_folder(self.folder)
+        (self.folder / MANIFEST).replace(self.root / MANIFEST)
+        self.is_complete = True
+        _flush_folder(self.root)
+        return manifest
+
+    def remove_others(self) -> None:
+        """Remove the folders that no manifest names any more: of the earlier checkpoint, and of interrupted saves."""
+        for path in self.root.iterdir():
+            if DATA_FOLDER.fullmatch(path.name) and path.name != self.folder.name:
+                shutil.rmtree(path, ignore_errors=True)  # the new checkpoint is complete; the next save tries again
+
+
+@contextmanager
+def attempt(root: Path) -> Iterator[Attempt]:
+    """Make the folder of a new checkpoint; if it is not completed, it is removed."""
+    folder = root / f"data-{secrets.token_hex(8)}"  # from the system's entropy: no generator of the run is drawn from
+    new = Attempt(root, folder)
+    try:
+        folder.mkdir(parents=True)
+        yield new
     finally:
-        if not complete:
+        if not new.is_complete:
             shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now is removed by the next save
-    _remove_others(root, manifest)
-    return manifest
 
 
 class _Summing:
@@ -93,11 +133,22 @@ class _Summing:
         self._file.flush()
 
 
-def _write_section(folder: Path, file: str, section: Any) -> SectionFile:
+def write_file(folder: Path, file: str, write: Callable[[Any], object]) -> SectionFile:
+    """Write a file, have it survive a power cut, and return its name, size and sum.
+
+    Parameters
+    ----------
+    folder : Path
+        Where.
+    file : str
+        Its name.
+    write : callable
+        Is given something with ``write`` and ``flush``.
+    """
     with (folder / file).open("wb") as raw:
         summing = _Summing(raw)
         try:
-            torch.save(section, summing)  # type: ignore[arg-type]  # it asks for `write` and `flush` only
+            write(summing)
         except Exception:  # torch wraps what the file raised in errors of its own
             if summing.error is not None:
                 raise summing.error from None
@@ -125,19 +176,13 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_others(root: Path, manifest: Manifest) -> None:
-    """Remove the folders that no manifest names any more: of the earlier checkpoint, and of interrupted saves."""
-    for path in root.iterdir():
-        if DATA_FOLDER.fullmatch(path.name) and path.name != manifest.data:
-            shutil.rmtree(path, ignore_errors=True)  # the new checkpoint is complete; the next save tries again
-
-
 def _slug(name: str) -> str:
     """Return a section's name as part of a file's name, for those who look into the folder."""
     return "." + (re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60] or "section")
 
 
-def _not_written(error: OSError) -> str:
+def not_written(error: OSError) -> str:
+    """Say why a checkpoint was not written, and what is left."""
     full = {
         errno.ENOSPC: "the disk is full",
         errno.EDQUOT: "the disk quota is used up",

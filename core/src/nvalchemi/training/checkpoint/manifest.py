@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nvalchemi.errors import (
     CheckpointDamagedError,
@@ -27,15 +27,20 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "SectionFile",
+    "compare_section",
+    "is_piece",
     "missing_sections",
     "open_section",
     "read_manifest",
 ]
 
 FORMAT = 1
+FORMAT_OF_SHARDS = 2  # there are files of ranks besides the sections
 MANIFEST = "manifest.json"
 DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
-_FILE = re.compile(r"[0-9]+(\.[A-Za-z0-9_-]+)*\.pt")  # a plain name: a manifest cannot point out of its folder
+_FILE = re.compile(
+    r"[0-9]+(\.[A-Za-z0-9_-]+)*\.(pt|safetensors)"
+)  # a plain name: a manifest cannot point out of its folder
 _SUM = re.compile(r"[0-9a-f]{64}")
 _CONTENT = {
     "kind": str,
@@ -73,7 +78,7 @@ class Manifest:
     data : str
         The folder of the files.
     sections : dict of str to SectionFile
-        By name, ``models/main`` for instance.
+        By name, ``models/main`` for instance. What rank 3 held of sharded tensors is ``shards/3``.
     metadata : dict
         JSON data: parts of the state, hooks with distribution and version, model specs, counters.
     """
@@ -86,7 +91,7 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of the file, which ends with the digest of everything else in it."""
         content = {
-            "format": FORMAT,
+            "format": FORMAT_OF_SHARDS if any(map(is_piece, self.sections)) else FORMAT,
             "kind": self.kind,
             "data": self.data,
             "metadata": self.metadata,
@@ -132,18 +137,19 @@ def read_manifest(root: str | Path) -> Manifest:
         raise CheckpointDamagedError(f"{path} is damaged: it is no JSON ({error}); {_RESTORE}.") from error
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointDamagedError(f"{path} is damaged: it has no format number; {_RESTORE}.")
-    if content["format"] != FORMAT:
+    if content["format"] not in (FORMAT, FORMAT_OF_SHARDS):
         newer = "upgrade it: pip install --upgrade nvalchemi-hooks"
         remedy = newer if content["format"] > FORMAT else "read it with the version that wrote it"
         raise CheckpointFormatError(
-            f"{path} has the format {content['format']}, but this nvalchemi-hooks reads the format {FORMAT}; {remedy}."
+            f"{path} has the format {content['format']}, but this nvalchemi-hooks reads the formats {FORMAT} and "
+            f"{FORMAT_OF_SHARDS}; {remedy}."
         )
     if altered:
         raise CheckpointDamagedError(f"{path} is damaged: its digest is not that of its content; {_RESTORE}.")
     return _checked(content, path)
 
 
-def open_section(root: str | Path, manifest: Manifest, name: str, *, summed: bool = True) -> BinaryIO:
+def open_section(root: str | Path, manifest: Manifest, name: str, *, summed: bool = True) -> BufferedReader:
     """Return the file of a section, open, after comparing its size and, if `summed`, its sum.
 
     Raises
@@ -151,22 +157,43 @@ def open_section(root: str | Path, manifest: Manifest, name: str, *, summed: boo
     CheckpointMissingError, CheckpointReadError, CheckpointDamagedError
         The file is missing, cannot be read, is truncated, or holds other bytes than were written.
     """
-    section = manifest.sections[name]
-    path = Path(root) / manifest.data / section.file
+    path = Path(root) / manifest.data / manifest.sections[name].file
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("rb"))
-            wrong = _differs(file, section, summed)
+            compare_section(file, manifest, name, summed=summed)
         except FileNotFoundError as error:
             raise CheckpointMissingError(
                 f"{path} (section {name!r}) is missing, although the manifest names it; {_RESTORE}."
             ) from error
         except OSError as error:
             raise CheckpointReadError(error.errno, _unreadable(f"section {name!r}", error), str(path)) from error
-        if wrong:
-            raise CheckpointDamagedError(f"{path} (section {name!r}) is {wrong}; {_RESTORE}.")
         stack.pop_all()  # whoever asked for it closes it
     return file
+
+
+def compare_section(file: BufferedReader, manifest: Manifest, name: str, *, summed: bool = True) -> None:
+    """Compare an open file with what a manifest says of a section: its size and, if `summed`, its sum.
+
+    Raises
+    ------
+    CheckpointDamagedError
+        A ``ValueError``: it is truncated, or holds other bytes than were written.
+    """
+    file.seek(0)
+    if wrong := _differs(file, manifest.sections[name], summed):
+        raise CheckpointDamagedError(f"{file.name} (section {name!r}) is {wrong}; {_RESTORE}.")
+
+
+def is_piece(section: str) -> bool:
+    """Return whether a section is the file of a rank, with what it held of sharded tensors.
+
+    Examples
+    --------
+    >>> is_piece("shards/0"), is_piece("models/main")
+    (True, False)
+    """
+    return section.startswith("shards/")
 
 
 def missing_sections(manifest: Manifest) -> list[str]:

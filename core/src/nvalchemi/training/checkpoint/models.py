@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nvalchemi.errors import CheckpointMismatchError, ModelSpecError, NotPlainDataError
 from nvalchemi.metadata import CORE_DISTRIBUTION, core_version
@@ -17,6 +17,8 @@ from nvalchemi.training.checkpoint.reading import open_sections
 from nvalchemi.training.model_spec import Allowed, ModelSpec
 from nvalchemi.training.plain import check_json, check_plain, host_copy
 from nvalchemi.training.rng import random_numbers_kept
+from nvalchemi.training.saved_tensor import placed, take_out
+from nvalchemi.training.sharding import has_shards
 from nvalchemi.training.trained_state import check_model, refuse_lazy
 from nvalchemi.training.unwrap import bare_module
 
@@ -49,7 +51,8 @@ def save_checkpoint(
 ) -> None:
     """Save models with their descriptions; no model is built and no random number drawn.
 
-    An earlier checkpoint in `root` stays whole until the new one is complete. Of several ranks the first one writes.
+    An earlier checkpoint in `root` stays whole until the new one is complete. Of several ranks the first one writes. If
+    a model is spread over them, as FSDP2 does it, every rank has to call, and writes what it holds.
 
     Parameters
     ----------
@@ -81,16 +84,22 @@ def save_checkpoint(
     (Linear(in_features=2, out_features=1, bias=True), True)
     """
     check_json(dict(metadata or {}), "metadata")
+    shards: dict[str, Tensor] = {}
+    spread = any(isinstance(pair, tuple) and has_shards(pair[:1]) for pair in models.values())
     sections, specs = {}, {}
     for name, pair in models.items():
         module, spec = _checked_pair(name, pair)
         refuse_lazy(name, module, NotPlainDataError)
-        sections[f"models/{name}"] = host_copy(dict(module.state_dict()))
+        sections[f"models/{name}"] = take_out(host_copy(dict(module.state_dict())), f"models/{name}", shards)
         check_plain(sections[f"models/{name}"], f"models/{name}")
         specs[name] = spec.to_json()
     written_by = f"{CORE_DISTRIBUTION} {core_version()}"
-    if global_rank() == 0:
-        manifest = {"written_by": written_by, "specs": specs, "user": dict(metadata or {})}
+    manifest = {"written_by": written_by, "specs": specs, "user": dict(metadata or {})}
+    if spread:
+        from nvalchemi.training.checkpoint.sharded import write_sharded
+
+        write_sharded(root, sections, shards, kind=KIND, metadata=manifest)
+    elif global_rank() == 0:
         write_sections(root, sections, kind=KIND, metadata=manifest)
 
 
@@ -136,7 +145,7 @@ def load_checkpoint(root: str | Path, *, allow: Iterable[Allowed] = ()) -> Loade
 def _built(
     name: str, spec: ModelSpec, sections: Mapping[str, Any], allowed: tuple[Allowed, ...], root: Any
 ) -> nn.Module:
-    module, state = spec.build(allowed), sections.get(f"models/{name}")
+    module, state = spec.build(allowed), placed(sections.get(f"models/{name}"))
     if not isinstance(module, nn.Module) or state is None:
         raise CheckpointMismatchError(
             f"{root}: the model {name!r} is described, but {spec.target} builds no nn.Module."

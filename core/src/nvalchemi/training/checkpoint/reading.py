@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from nvalchemi.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointReadError
-from nvalchemi.training.checkpoint.manifest import Manifest, missing_sections, open_section, read_manifest
+from nvalchemi.training.checkpoint.manifest import Manifest, is_piece, missing_sections, open_section, read_manifest
 from nvalchemi.training.on_demand import OnDemand
+from nvalchemi.training.saved_tensor import SavedTensor, put_in
 
 __all__ = ["open_sections"]
 
@@ -21,7 +23,8 @@ def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Ma
     """Check every file of a checkpoint, and give its sections for as long as the context lasts; no code is run.
 
     The files stay open meanwhile: who removes or replaces the checkpoint does not disturb the reading. If it is
-    replaced while they are being checked, the new one is taken.
+    replaced while they are being checked, the new one is taken. Files of sharded tensors are compared with their sums
+    when something of them is read: a rank reads those that it needs.
 
     Parameters
     ----------
@@ -33,7 +36,7 @@ def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Ma
     Yields
     ------
     (OnDemand, Manifest)
-        Plain data by section, read anew whenever it is asked for.
+        Plain data by section, read anew whenever it is asked for, with a `SavedTensor` for each sharded one.
 
     Raises
     ------
@@ -50,7 +53,9 @@ def open_sections(root: str | Path, *, kind: str) -> Iterator[tuple[OnDemand, Ma
                 replaced, manifest = manifest, _manifest_of(root, kind)
                 if manifest.data == replaced.data:
                     raise
-        yield OnDemand({name: _Reader(file) for name, file in files.items()}), manifest
+        tensors = _sharded_tensors(root, manifest, files)
+        plain = {name: _Reader(file, tensors) for name, file in files.items() if not is_piece(name)}
+        yield OnDemand(plain), manifest
 
 
 def _manifest_of(root: str | Path, kind: str) -> Manifest:
@@ -68,18 +73,34 @@ def _manifest_of(root: str | Path, kind: str) -> Manifest:
     return manifest
 
 
-def _open(root: str | Path, manifest: Manifest, stack: ExitStack) -> dict[str, BinaryIO]:
-    files = {name: stack.enter_context(open_section(root, manifest, name)) for name in manifest.sections}
+def _open(root: str | Path, manifest: Manifest, stack: ExitStack) -> dict[str, BufferedReader]:
+    files = {
+        name: stack.enter_context(open_section(root, manifest, name, summed=not is_piece(name)))
+        for name in manifest.sections
+    }
     for name, file in files.items():
-        _refuse_code(file.name, name)
+        if not is_piece(name):
+            _refuse_code(file.name, name)
     return files
+
+
+def _sharded_tensors(
+    root: str | Path, manifest: Manifest, files: Mapping[str, BufferedReader]
+) -> Mapping[str, SavedTensor]:
+    """Return the sharded tensors by name; the module that knows of them is imported where there are any."""
+    pieces = {name: file for name, file in files.items() if is_piece(name)}
+    if not pieces:
+        return {}
+    from nvalchemi.training.checkpoint.resharding import saved_tensors
+
+    return saved_tensors(root, manifest, pieces)
 
 
 class _Reader:
     """Reads an open file anew at each call."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BufferedReader, tensors: Mapping[str, SavedTensor]) -> None:
+        self._file, self._tensors = file, tensors
 
     def __call__(self) -> Any:
         if self._file.closed:
@@ -88,7 +109,14 @@ class _Reader:
                 "copy of it, in load_state_dict."
             )
         self._file.seek(0)
-        return torch.load(self._file, map_location="cpu", weights_only=True)
+        section = torch.load(self._file, map_location="cpu", weights_only=True)
+        try:
+            return put_in(section, self._tensors) if self._tensors else section
+        except KeyError as error:
+            raise CheckpointDamagedError(
+                f"{self._file.name} belongs with a sharded tensor {error}, which no file of the checkpoint holds; no "
+                "save of ours leaves it out: do not trust it."
+            ) from error
 
 
 def _refuse_code(path: str, name: str) -> None:
