@@ -1,0 +1,156 @@
+"""Entries 14 to 18: what a step that is not taken may do to the rest of a run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from nvalchemi.training import TrainingStage
+from nvalchemi.training.hooks import TrainingUpdateHook
+
+INF = math.inf
+SCALERS = [
+    pytest.param({"scale": {"init_scale": 1024.0}}, id="our scaler"),
+    pytest.param({"torch_scaler": {"init_scale": 1024.0}}, id="torch's scaler"),
+]
+WAYS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"lazy": True}, id="lazy"),
+    pytest.param({"options": {"lr": 1.0, "fused": True}}, id="folded"),
+    pytest.param({"options": {"lr": 1.0, "fused": True}, "lazy": True}, id="folded, lazy"),
+]
+
+
+@pytest.mark.fault(naive="SchedulesEveryBatch", shows="[0.5, 0.25, 0.125, 0.0625] == [1.0, 0.5, 0.5, 0.25]",
+                   needs=["loss-scaling", "scaler-veto"])  # fmt: skip
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a14_a_scheduler_moves_only_when_its_optimizer_stepped(way, point, how, check, scaler):
+    """The learning rate moves with executed steps only, and nothing warns of a wrong order.
+
+    StepLR(1, 0.5) from 1, an inf in batches 0 and 2 of 4: two steps, so 1, 0.5, 0.5, 0.25 after the four batches.
+    """
+    run = way(point(w=1.0), scheduler=True, check=check, **scaler, **how)
+    rates = []
+    with warnings.catch_warnings():
+        if way.__name__ == "Run":
+            warnings.simplefilter("error")
+        else:
+            warnings.simplefilter("ignore")
+        for gradient in (INF, 1.0, INF, 1.0):
+            run.step({"w": gradient})
+            rates.append(run.lr)
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+class Told(TrainingUpdateHook):
+    """Notes what it is told after the step."""
+
+    reads_grad = False
+
+    def __init__(self):
+        self.skipped = []
+
+    def after_optimizer_step(self, ctx, *, skipped):
+        self.skipped.append(skipped)
+
+
+@pytest.mark.fault(naive="CountsBatchesAsSteps", shows="(4, 4, 4) == (3, 4, 3)", needs=["ema"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a15_counters_and_averages_see_executed_steps_only(way, point, how):
+    """Steps and batches are counted apart, and the average is that of the steps that were taken.
+
+    Live 0, 1, then 1 (vetoed), 2, 3; decay 0.5: the average is 1, then 1.5, then 2.25.
+    """
+    run = way(point(w=0.0), ema={"decay": 0.5}, veto=[1], **how)
+    for _ in range(4):
+        run.step({"w": -1.0})
+    assert (run.steps, run.batches, run.updates) == (3, 4, 3)
+    assert run.live.w.item() == 3.0
+    assert run.shadow.w.item() == 2.25
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a15_every_hook_is_called_after_a_skipped_step_and_told(point, ours, how):
+    """After the step every hook is called, also when there was none, and told whether there was."""
+    told, plain = Told(), []
+
+    class Plain:
+        frequency = 1
+        stage = TrainingStage.AFTER_OPTIMIZER_STEP
+
+        def __call__(self, ctx, stage):
+            plain.append(ctx.step_skipped)
+
+    run = ours(point(w=0.0), veto=[1], hooks=[told, Plain()], **how)
+    for _ in range(4):
+        run.step({"w": -1.0})
+    assert told.skipped == plain == [False, True, False, False]
+
+
+@pytest.mark.fault(
+    naive="KeepsGradientsAfterASkip", shows="(64.0, 1.0) == (512.0, -2.0)", needs=["loss-scaling", "scaler-veto"]
+)
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a16_a_skipped_step_leaves_no_gradients_behind(way, point, how, check, scaler):
+    """The batch after an overflow begins without gradients: one back-off, and the other three steps are taken.
+
+    Scale 1024, from 1, gradient 1, learning rate 1, an inf in batch 0 of 4: scale 512, and 1 - 3 = -2.
+    """
+    run = way(point(w=1.0), check=check, **scaler, **how)
+    for gradient in (INF, 1.0, 1.0, 1.0):
+        run.step({"w": gradient})
+    assert (run.scale, run.live.w.item()) == (512.0, -2.0)
+
+
+@pytest.mark.fault(naive="ClosesNoWindowAfterAVeto", raises=RuntimeError, shows="unscale_() has already been called",
+                   needs=["loss-scaling", "scaler-veto"])  # fmt: skip
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("priority", [0, 90])
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("scaler", ["scale", "torch_scaler"])
+def test_a17_a_veto_of_another_hook_closes_the_window_of_the_scaler(way, point, how, priority, check, scaler):
+    """A veto on finite gradients, before the scaler or after it, leaves scale and growth count as they were.
+
+    Growth after two good windows: batches 0 and 2 are good and batch 1 is vetoed, so the scale doubles after batch 2.
+    """
+    settings = {scaler: {"init_scale": 8.0, "growth_interval": 2}}
+    run = way(point(w=1.0), check=check, veto=[1], veto_priority=priority, **settings, **how)
+    seen = []
+    for _ in range(3):
+        run.step({"w": 1.0})
+        seen.append((run.scale, run.live.w.item()))
+    assert seen == [(8.0, 0.0), (8.0, 0.0), (16.0, -1.0)]
+
+
+@pytest.mark.parametrize("scaler", ["scale", "torch_scaler"])
+@pytest.mark.parametrize("priority", [0, 90])
+def test_a17_an_overflow_backs_off_once_whoever_else_vetoes(point, ours, need, scaler, priority):
+    """An inf beside another veto is one back-off, with several optimizers too."""
+    need("loss-scaling", "scaler-veto")
+    run = ours(point(v=1.0, w=1.0), spread="optimizers", check=True, veto=[0], veto_priority=priority,
+               **{scaler: {"init_scale": 1024.0}})  # fmt: skip
+    run.step({"v": INF, "w": INF})
+    run.step({"v": 1.0, "w": 1.0})
+    assert (run.scale, run.live.v.item(), run.live.w.item()) == (512.0, 0.0, 0.0)
+
+
+@pytest.mark.fault(
+    naive="StepsWithoutGradients", shows="No inf checks were recorded", needs=["loss-scaling", "scaler-veto"]
+)
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a18_an_optimizer_that_the_loss_does_not_reach_is_skipped_quietly(way, point, how, check, scaler):
+    """The optimizer with gradients steps, and the one without stays as it is, bit for bit."""
+    run = way(point(v=1.0, w=0.1), spread="optimizers", check=check, **scaler, **how)
+    run.step({"v": 1.0})
+    assert run.live.v.item() == 0.0
+    assert torch.equal(run.live.w, torch.tensor(0.1))
+    assert not run.optimizers[1].state
