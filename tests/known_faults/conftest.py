@@ -108,7 +108,8 @@ class Point(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32, **values: object) -> None:
         super().__init__()
         for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(torch.as_tensor(value).to(dtype, copy=True)))
+            tensor = value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(tensor))
 
     def forward(self, gradients: dict[str, object]) -> torch.Tensor:
         """Return a scalar with these gradients."""

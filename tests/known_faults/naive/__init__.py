@@ -3,5 +3,7 @@
 `Loop` makes none of them, so that a test that catches a class below has caught the mistake of that class.
 """
 
-from .loop import Loop
+from .clipping import *  # noqa: F403 - one name a mistake
+from .loop import Loop as Loop
+from .scaling import *  # noqa: F403 - one name a mistake
 from .skipped_steps import *  # noqa: F403 - one name a mistake

@@ -70,15 +70,17 @@ class Loop:
         clip: dict[str, Any] | None = None,
         scale: dict[str, Any] | None = None,
         torch_scaler: dict[str, Any] | None = None,
+        precision: str | None = None,
         accumulate: dict[str, Any] | None = None,
         veto: Sequence[int] = (),
-        **others: Any,
+        **_: Any,
     ) -> None:
-        self.live, self.loss, self.veto, self.others = model, loss, veto, others
+        self.live, self.loss, self.veto = model, loss, veto
         make = getattr(torch.optim, optimizer)
         self.optimizers = [make(group, **(options or {"lr": 1.0})) for group in self.spread(spread)]
         self.schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in self.optimizers if scheduler]
-        scaling = scale if scale is not None else torch_scaler
+        scaling = scale if scale is not None else torch_scaler if precision != "fp16" else {}
+        self.autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
         self.scaler = torch.amp.GradScaler("cpu", **(scaling or {}), enabled=scaling is not None)
         self.shadow_of = None if ema is None else self.average(model, **ema)
         self.clipping, self.window = clip, (accumulate or {}).get("steps", 1)
@@ -90,6 +92,8 @@ class Loop:
         parameters = list(self.live.parameters())
         if how == "optimizers":
             return [[parameter] for parameter in parameters]
+        if how == "first":
+            return [parameters[:1]]
         return [[{"params": [parameter]} for parameter in parameters] if how == "groups" else parameters]
 
     def epoch(self, batches: Iterable[Any]) -> None:
@@ -103,7 +107,8 @@ class Loop:
         if not self.in_window:
             self.size = min(self.window, len(rest) or self.window)
             self.forget()
-        loss = self.loss(self.live(batch), batch)
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            loss = self.loss(self.live(batch), batch)
         self.backward(self.scaler.scale(loss / self.size))
         self.batches += 1
         self.in_window += 1
@@ -214,7 +219,7 @@ class Loop:
             [*self.optimizers, *self.schedulers], [*state["optimizers"], *state["schedulers"]], strict=True
         ):
             one.load_state_dict(saved)
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.steps, self.batches = state["counters"]
 

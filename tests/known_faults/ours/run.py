@@ -46,8 +46,8 @@ class Run:
         What is trained; the loss is `loss` of what it returns for a batch and the batch.
     optimizer, options, scheduler
         Names in torch with their arguments; the scheduler halves the learning rate at every step.
-    spread : {"one", "groups", "optimizers"}
-        Where the parameters are: in one group, in a group each, or in an optimizer each.
+    spread : {"one", "groups", "optimizers", "first"}
+        Where the parameters are: in one group, in a group each, in an optimizer each, or the first alone in one.
     ema, clip, scale, accumulate, precision
         Arguments of the hooks of that kind; None: there is none.
     torch_scaler : dict, optional
@@ -56,6 +56,8 @@ class Run:
         Whether gradients that are not finite veto the step, or the arguments of the hook that does it.
     veto : sequence of int
         Batches that something else vetoes, with `veto_priority`.
+    turned : bool
+        Give the hooks in the opposite order.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Run:
         accumulate: dict[str, Any] | None = None,
         veto: Sequence[int] = (),
         veto_priority: int = 0,
+        turned: bool = False,
         hooks: Sequence[object] = (),
         **strategy: Any,
     ) -> None:
-        named: list[object] = list(hooks)
+        named: list[object] = []
         for name, arguments in (("ema", ema), ("grad_clip", clip), ("loss_scaling", scale), ("grad_accum", accumulate)):
             if arguments is not None:
                 named.append({name: arguments})
@@ -91,6 +94,7 @@ class Run:
             named.append(TorchScalerHook(**torch_scaler))
         if veto:
             named.append(VetoingHook(*veto, priority=veto_priority))
+        named = [*hooks, *(reversed(named) if turned else named)]
         config = partial(
             OptimizerConfig,
             optimizer_cls=optimizer,
@@ -175,4 +179,6 @@ def _spread(model: nn.Module, how: str) -> list[Callable[[nn.Module], Any]]:
         return [lambda model, name=name: [model.get_parameter(name)] for name, _ in model.named_parameters()]
     if how == "groups":
         return [lambda model: [{"params": [parameter]} for parameter in model.parameters()]]
+    if how == "first":
+        return [lambda model: [next(model.parameters())]]
     return [lambda model: model.parameters()]
