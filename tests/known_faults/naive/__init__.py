@@ -4,6 +4,7 @@
 """
 
 from .clipping import *  # noqa: F403 - one name a mistake
+from .ema import *  # noqa: F403 - one name a mistake
 from .loop import Loop as Loop
 from .scaling import *  # noqa: F403 - one name a mistake
 from .skipped_steps import *  # noqa: F403 - one name a mistake

@@ -171,6 +171,22 @@ class Loop:
     def after_batch(self) -> None:
         """Do what follows a batch."""
 
+    def average_of(self, name: str) -> float:
+        """Return an averaged parameter."""
+        return self.shadow.get_parameter(name).item()
+
+    def prime_average(self) -> None:
+        """Let the average begin with the weights as they are."""
+        self.shadow_of.update(self.live)
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Wrap the model in the middle of a run."""
+        self.live = wrapper(self.live)
+
+    def evaluate(self, batches: list[Any]) -> float:
+        """Return the loss of the averaged weights."""
+        return sum(float(self.loss(self.shadow(batch), batch)) for batch in batches) / len(batches)
+
     @property
     def shadow(self) -> nn.Module:
         """The averaged model."""

@@ -101,7 +101,7 @@ class Run:
             optimizer_kwargs=options or {"lr": 1.0},
             **({"scheduler_cls": "StepLR", "scheduler_kwargs": {"step_size": 1, "gamma": 0.5}} if scheduler else {}),
         )
-        self.live = model
+        self.live = model  # with its wrappers, if it came with any
         self.strategy = TrainingStrategy(
             models=model,
             optimizer_configs={"main": [config(parameters=one) for one in _spread(model, spread)]},
@@ -133,6 +133,24 @@ class Run:
         self.strategy.orchestrator.resolve()
         return self.hook("ema").num_updates
 
+    def average_of(self, name: str) -> float:
+        """Return an averaged parameter; a state that was loaded waits for the setup."""
+        self.strategy.setup()
+        return self.shadow.get_parameter(name).item()
+
+    def prime_average(self) -> None:
+        """Let the average begin with the weights as they are."""
+        self.strategy.setup()
+        self.hook("ema").after_optimizer_step(TrainContext(models=self.strategy.models, step_count=0), skipped=False)
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Wrap the model in the middle of a run."""
+        self.strategy.models["main"] = wrapper(self.strategy.models["main"])
+
+    def evaluate(self, batches: list[Any]) -> float:
+        """Return the loss of the averaged weights."""
+        return self.strategy.validate(batches, weights="averaged")["loss"]
+
     @property
     def norm_before_clipping(self) -> float:
         """The norm that the clip hook saw."""
@@ -141,6 +159,7 @@ class Run:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """What steps."""
+        self.strategy.setup()
         return self.strategy.optimizers
 
     @property

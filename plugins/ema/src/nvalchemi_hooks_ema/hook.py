@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -62,6 +63,8 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     Where the host does not know yet whether a step was taken (a lazy orchestrator), the average follows under the veto
     on the device; `num_updates` and ``n_averaged`` count when the step is settled, and `state_dict` waits for that.
 
+    A run that ends, having taken steps of which none was averaged, gives a ``UserWarning``.
+
     To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
 
         torch.save({"model": model.state_dict(), "ema": hook.state_dict()}, path)
@@ -118,6 +121,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     _shadow: Shadow | None = PrivateAttr(default=None)
     _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
     _unsettled: TrainContext | None = PrivateAttr(default=None)  # the step of an update that may have been vetoed
+    _without_update: int = PrivateAttr(default=0)  # executed steps before the first update
 
     # Two hooks of equal configuration are two hooks; comparing field by field would compare tensors.
     __eq__ = object.__eq__
@@ -171,6 +175,18 @@ class EMAHook(TrainingUpdateHook, BaseModel):
         if unsettled is not None and self._shadow is not None and not skipped:
             self._shadow.count()
             self.num_updates += 1
+        self._without_update += not skipped and not self.num_updates
+
+    def close(self) -> None:
+        """Warn where a run has taken steps and none was averaged: the average is the model as it was at first."""
+        steps, self._without_update = self._without_update, 0
+        if steps and not self.num_updates:
+            warnings.warn(
+                f"EMAHook has seen {steps} executed steps of {self.model_key!r} and averaged none of them, because "
+                f"start_step={self.start_step} and update_every={self.update_every}: its averaged model is the model "
+                "as it was at first. Lower them, or train for longer.",
+                stacklevel=2,
+            )
 
     def get_averaged_model(self) -> AveragedModel:
         """Return the averaged model: in eval mode, without gradients, up to date.
