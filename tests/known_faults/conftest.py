@@ -9,7 +9,9 @@ the first variant of a test, ours in all of them.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import re
+import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -136,6 +138,36 @@ def _as_it_was():
     torch.clear_autocast_cache()
     torch.set_rng_state(seed)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """The results of what two processes did together; they are started once for all tests."""
+    if not torch.distributed.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    folder = tmp_path_factory.mktemp("two_ranks")
+    spawn = multiprocessing.get_context("spawn")
+    script = str(FOLDER / "two_ranks.py")
+    ranks = [
+        spawn.Process(target=runpy.run_path, args=(script, {"rank": rank, "folder": folder}, "__main__"))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+
+    def results(job: str) -> list[dict[str, object]]:
+        done = [torch.load(folder / f"{job}{rank}", weights_only=True) for rank in range(2)]
+        for one in done:
+            if "error" in one:
+                raise RuntimeError(one["error"])
+        return done
+
+    return results
 
 
 @pytest.fixture

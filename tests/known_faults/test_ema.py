@@ -397,6 +397,17 @@ def test_a11_a_run_that_never_updates_its_average_is_told_of(ours, need, point):
         run.epoch([{"w": -1.0}] * 3)
 
 
+@pytest.mark.fault(ours="Sharded", naive="SavesItsOwnShard", shows="3 == 5", needs=["ema"])
+def test_a12_the_average_of_a_sharded_model_is_whole(way, two_ranks):
+    """On two ranks, with three of five elements on one, the gathered average is that of one process.
+
+    Live 0 to 4, then 1 to 5, then 2 to 6, decay 0.75: 0.25 more after the second, and 0.25 * 1.75 more after the third.
+    """
+    for rank in two_ranks(way.job):
+        assert len(rank["average"]) == 5
+        assert rank["average"] == [element + 0.25 + 0.25 * 1.75 for element in range(5)]
+
+
 @pytest.mark.fault(naive="AveragesTensorByTensor", shows="a multi-tensor operation", careful=False, needs=["ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])

@@ -36,6 +36,10 @@ class ClipsEveryMicroBatch(Loop):
         loss.backward()
         self.clip()
 
+    def attempt(self):
+        self.held = 1.0  # a sum; a mean would have the same direction
+        return super().attempt()
+
 
 class UnscalesEveryMicroBatch(Loop):
     """To clip true gradients, each micro-batch unscales, although the window has been unscaled before."""

@@ -73,9 +73,10 @@ class Loop:
         precision: str | None = None,
         accumulate: dict[str, Any] | None = None,
         veto: Sequence[int] = (),
+        checkpoints: Path | None = None,
         **_: Any,
     ) -> None:
-        self.live, self.loss, self.veto = model, loss, veto
+        self.live, self.loss, self.veto, self.checkpoints = model, loss, veto, checkpoints
         make = getattr(torch.optim, optimizer)
         self.optimizers = [make(group, **(options or {"lr": 1.0})) for group in self.spread(spread)]
         self.schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in self.optimizers if scheduler]
@@ -84,6 +85,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", **(scaling or {}), enabled=scaling is not None)
         self.shadow_of = None if ema is None else self.average(model, **ema)
         self.clipping, self.window = clip, (accumulate or {}).get("steps", 1)
+        self.weight = (accumulate or {}).get("weight")
         self.batches = self.steps = self.in_window = 0
         self.norm_before_clipping = float("nan")
 
@@ -105,11 +107,12 @@ class Loop:
     def step(self, batch: Any, rest: Sequence[Any] = ()) -> SimpleNamespace:
         """Train on a batch."""
         if not self.in_window:
-            self.size = min(self.window, len(rest) or self.window)
+            self.size, self.held = min(self.window, len(rest) or self.window), 0.0
             self.forget()
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
             loss = self.loss(self.live(batch), batch)
-        self.backward(self.scaler.scale(loss / self.size))
+        self.held += self.share(batch)
+        self.backward(self.scaler.scale(loss * self.share(batch)))
         self.batches += 1
         self.in_window += 1
         skipped = True
@@ -118,6 +121,10 @@ class Loop:
             self.in_window = 0
         self.after_batch()
         return SimpleNamespace(loss=loss.detach(), step_skipped=skipped)
+
+    def share(self, batch: Any) -> float:
+        """Return what a batch counts for in its window."""
+        return 1.0 if self.weight is None else batch[self.weight]
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients."""
@@ -129,6 +136,8 @@ class Loop:
         before = self.scaler.get_scale()
         for optimizer in used:
             self.scaler.unscale_(optimizer)
+        for parameter in (p for one in used for p in parameters_of(one) if p.grad is not None):
+            parameter.grad.div_(self.held)
         finite = all(bool(p.grad.isfinite().all()) for one in used for p in parameters_of(one) if p.grad is not None)
         if finite and self.clipping is not None:
             self.clip()
@@ -159,6 +168,12 @@ class Loop:
             scheduler.step()
         if self.shadow_of is not None:
             self.shadow_of.update(self.live)
+        self.keep()
+
+    def keep(self) -> None:
+        """Write a checkpoint, if there are to be any."""
+        if self.checkpoints is not None:
+            self.save(self.checkpoints)
 
     def skipped(self) -> None:
         """Do what follows a step that was not taken."""
@@ -174,6 +189,9 @@ class Loop:
     def average_of(self, name: str) -> float:
         """Return an averaged parameter."""
         return self.shadow.get_parameter(name).item()
+
+    def finish(self) -> None:
+        """Wait for what is still under way: nothing is."""
 
     def prime_average(self) -> None:
         """Let the average begin with the weights as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from nvalchemi.hooks import TrainContext
 from nvalchemi.testing import VetoingHook
 from nvalchemi.training import OptimizerConfig, TrainingStrategy, load_training, save_training
-from nvalchemi.training.hooks import TrainingUpdateHook, UpdatePriority
+from nvalchemi.training.hooks import TrainingUpdateHook, TrainingUpdateOrchestrator, UpdatePriority
 
 __all__ = ["Run"]
 
@@ -76,6 +77,7 @@ class Run:
         precision: str | None = None,
         check: bool | dict[str, Any] = False,
         accumulate: dict[str, Any] | None = None,
+        checkpoints: Path | None = None,
         veto: Sequence[int] = (),
         veto_priority: int = 0,
         turned: bool = False,
@@ -92,6 +94,8 @@ class Run:
             named.append({"scaler_veto": check if isinstance(check, dict) else {}})
         if torch_scaler is not None:
             named.append(TorchScalerHook(**torch_scaler))
+        if checkpoints is not None:
+            named.append({"checkpoint": {"root": checkpoints, "every_steps": 1, "asynchronous": False}})
         if veto:
             named.append(VetoingHook(*veto, priority=veto_priority))
         named = [*hooks, *(reversed(named) if turned else named)]
@@ -101,6 +105,7 @@ class Run:
             optimizer_kwargs=options or {"lr": 1.0},
             **({"scheduler_cls": "StepLR", "scheduler_kwargs": {"step_size": 1, "gamma": 0.5}} if scheduler else {}),
         )
+        self.checkpoints = checkpoints
         self.live = model  # with its wrappers, if it came with any
         self.strategy = TrainingStrategy(
             models=model,
@@ -189,8 +194,22 @@ class Run:
         save_training(path, self.strategy)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        load_training(path, self.strategy)
+        """Go on from a checkpoint, or from the latest of those that the run keeps there."""
+        kept = sorted(path.glob("step-*"))
+        load_training(kept[-1] if kept else path, self.strategy)
+
+    def finish(self) -> None:
+        """Wait for what is still under way."""
+        self.strategy.registry.close()
+
+    def pickled(self) -> bytes:
+        """Return the update hooks, pickled."""
+        return pickle.dumps(self.strategy.orchestrator)
+
+    @staticmethod
+    def order(hooks: Iterable[TrainingUpdateHook]) -> list[TrainingUpdateHook]:
+        """Return hooks in the order in which they are called."""
+        return list(TrainingUpdateOrchestrator(*hooks).iter_hooks())
 
 
 def _spread(model: nn.Module, how: str) -> list[Callable[[nn.Module], Any]]:
