@@ -8,6 +8,7 @@ the first variant of a test, ours in all of them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import multiprocessing
 import re
@@ -142,10 +143,23 @@ def _as_it_was():
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
-    """The results of what two processes did together; they are started once for all tests."""
+    """The results of what two processes did together; they are started for the first test that asks, once for all."""
     if not torch.distributed.is_available():
         pytest.skip("this build of torch has no torch.distributed")
-    folder = tmp_path_factory.mktemp("two_ranks")
+    folder = functools.cache(lambda: trained_by_two(tmp_path_factory.mktemp("two_ranks")))
+
+    def results(job: str) -> list[dict[str, object]]:
+        done = [torch.load(folder() / f"{job}{rank}", weights_only=True) for rank in range(2)]
+        for one in done:
+            if "error" in one:
+                raise RuntimeError(one["error"])
+        return done
+
+    return results
+
+
+def trained_by_two(folder: Path) -> Path:
+    """Have two processes do all jobs, within a minute."""
     spawn = multiprocessing.get_context("spawn")
     script = str(FOLDER / "two_ranks.py")
     ranks = [
@@ -156,18 +170,9 @@ def two_ranks(tmp_path_factory):
         rank.start()
     for rank in ranks:
         rank.join(60)
-    for rank in ranks:
         if rank.is_alive():
             rank.kill()
-
-    def results(job: str) -> list[dict[str, object]]:
-        done = [torch.load(folder / f"{job}{rank}", weights_only=True) for rank in range(2)]
-        for one in done:
-            if "error" in one:
-                raise RuntimeError(one["error"])
-        return done
-
-    return results
+    return folder
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_a26_no_gradients_have_the_norm_zero(way, point, lazy):
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a26_one_norm_spans_all_dtypes(point, ours, need, half, lazy):
-    """A gradient of 3 in half precision and one of 4 in float32 have the norm 5; a third that is missing changes nothing."""
+    """A half-precision gradient of 3 and a float32 one of 4 have the norm 5; one that is missing changes nothing."""
     need("grad-clip")
     run = ours(point(v=torch.zeros((), dtype=half), w=0.0, z=7.0), clip=ONE, lazy=lazy)
     run.step({"v": 3.0, "w": 4.0})

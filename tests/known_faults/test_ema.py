@@ -223,8 +223,10 @@ def test_a05_whole_numbers_are_copied(way, use_buffers, lazy):
 
 
 @pytest.mark.fault(naive="AveragesInHalfPrecision", shows="1.0 == 1.632", needs=["ema"])
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(
+    ("dtype", "lazy"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+)
 def test_a06_averages_of_half_precision_weights_move(way, point, dtype, lazy):
     """1000 updates at a decay of 0.999 carry the average from 1 towards 2 in any dtype: 2 - 0.999**1000 = 1.6323."""
     model = point(w=torch.ones((), dtype=dtype))

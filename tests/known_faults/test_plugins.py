@@ -132,8 +132,9 @@ def square_error(predictions, batch):
     return (predictions - batch[1]).square().mean()
 
 
-@pytest.mark.fault(naive="HoldsAFunctionOfAFunction", raises=(AttributeError, pickle.PicklingError), shows="local object",
-                   careful=False, needs=["ema", "grad-clip", "loss-scaling", "scaler-veto"])  # fmt: skip
+@pytest.mark.fault(naive="HoldsAFunctionOfAFunction", raises=(AttributeError, pickle.PicklingError),
+                   shows="local object", careful=False,
+                   needs=["ema", "grad-clip", "loss-scaling", "scaler-veto"])  # fmt: skip
 @pytest.mark.parametrize("steps", [0, 3], ids=["before training", "after 3 steps"])
 def test_a41_every_hook_pickles(way, need, steps):
     """A pickle of all update hooks holds their whole state, before training and after."""
