@@ -44,6 +44,7 @@ def test_every_official_name_is_listed_with_its_distribution():
     assert {name: hook.distribution for name, hook in listed.items()} == {
         "checkpoint": "nvalchemi-hooks-checkpoint",
         "ema": "nvalchemi-hooks-ema",
+        "grad_accum": "nvalchemi-hooks-grad-accum",
         "grad_clip": "nvalchemi-hooks-grad-clip",
         "loss_scaling": "nvalchemi-hooks-loss-scaling",
         "mixed_precision": "nvalchemi-hooks-loss-scaling",

@@ -28,7 +28,7 @@ TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
-        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "LooksAhead", "Provenance", "ProvidesAveragedModel",
         "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
         "register_plugin",
@@ -43,8 +43,8 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
-        "TrainingUpdateOrchestrator", "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
+        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdatePriority",
     },
     "nvalchemi.testing": {
         "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",

@@ -17,7 +17,7 @@ WAYS = [
 SCALES = [pytest.param({}, id="unscaled"), pytest.param({"scale": {"init_scale": 1024.0}}, id="scaled")]
 
 
-@pytest.mark.fault(naive="DropsTheLastWindow", shows="(-2.5, 1) == (-8.0, 2)", needs=["grad-accum", "loss-scaling"])
+@pytest.mark.fault(naive="DropsTheLastWindow", shows="(-2.5, 1) == (-8.0, 2)")
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_a33_the_last_window_of_a_pass_is_stepped_with_what_it_holds(way, point, how, scale):
@@ -30,23 +30,21 @@ def test_a33_the_last_window_of_a_pass_is_stepped_with_what_it_holds(way, point,
     assert (run.live.w.item(), run.steps) == (-8.0, 2)
 
 
-def test_a33_a_window_longer_than_the_pass_trains(ours, need, point):
+def test_a33_a_window_longer_than_the_pass_trains(ours, point):
     """Three batches in a window of 100 are one step with their mean, and the next pass begins a window of its own."""
-    need("grad-accum")
     run = ours(point(w=0.0), accumulate={"steps": 100}, num_epochs=2)
     run.epoch([{"w": gradient} for gradient in (1.0, 2.0, 3.0)])
     assert (run.live.w.item(), run.steps) == (-4.0, 2)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4"])
-def test_a33_a_window_of_no_batches_is_refused(ours, need, point, steps):
+def test_a33_a_window_of_no_batches_is_refused(ours, point, steps):
     """A window has one batch or more; anything else is refused when the hook is built."""
-    need("grad-accum")
     with pytest.raises(ValueError, match="steps"):
         ours(point(w=0.0), accumulate={"steps": steps})
 
 
-@pytest.mark.fault(naive="SchedulesEveryMicroBatch", shows="(0.00390625, 2) == (0.25, 2)", needs=["grad-accum"])
+@pytest.mark.fault(naive="SchedulesEveryMicroBatch", shows="(0.00390625, 2) == (0.25, 2)")
 @pytest.mark.parametrize("how", WAYS)
 def test_a34_a_scheduler_moves_once_a_window(way, point, how):
     """Eight batches in windows of four are two steps, and a learning rate of 1 halved twice."""
@@ -56,9 +54,8 @@ def test_a34_a_scheduler_moves_once_a_window(way, point, how):
     assert (run.lr, run.steps) == (0.25, 2)
 
 
-def test_a34_stopping_inside_a_window_changes_nothing(ours, need, point, tmp_path):
+def test_a34_stopping_inside_a_window_changes_nothing(ours, point, tmp_path):
     """Saved and resumed after any of eight batches, schedule, weights and steps end as those of a straight run."""
-    need("grad-accum")
 
     def run():
         return ours(point(w=0.0), scheduler=True, accumulate={"steps": 4})
@@ -92,7 +89,7 @@ class MeanOfSamples(nn.Module):
         return (self.w * batch["samples"]).mean()
 
 
-@pytest.mark.fault(naive="AveragesMeans", shows="-2.0 == -1.0", needs=["grad-accum", "loss-scaling"])
+@pytest.mark.fault(naive="AveragesMeans", shows="-2.0 == -1.0")
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_a35_batches_weigh_what_they_hold(way, how, scale):
@@ -108,9 +105,8 @@ def test_a35_batches_weigh_what_they_hold(way, how, scale):
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("cut", [[1, 7], [4, 4], [2, 3, 3], [1] * 8])
-def test_a35_however_a_batch_is_cut_the_step_is_the_same(ours, need, optimizer, cut):
+def test_a35_however_a_batch_is_cut_the_step_is_the_same(ours, optimizer, cut):
     """Eight samples in one batch, or in windows of unequal parts, give the same weights, but for rounding."""
-    need("grad-accum")
     x, y = tiny_batches(1)[0]
     ends = [sum(cut[:place]) for place in range(len(cut) + 1)]
     weights = []
@@ -132,8 +128,9 @@ def test_a35_however_a_batch_is_cut_the_step_is_the_same(ours, need, optimizer, 
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.fault(ours="Accumulated", naive="SilencesTheBackwardPassOnly", shows="[8, 8] == [2, 2]",
-                   needs=["grad-accum"])  # fmt: skip
+@pytest.mark.fault(
+    ours="Accumulated", naive="SilencesTheBackwardPassOnly", shows="[8, 8] == [2, 2]", needs=["grad-accum"]
+)
 def test_a36_gradients_are_reduced_once_a_window(way, two_ranks):
     """On two ranks two windows of four batches are two reductions; both ranks have the weights of one process.
 

@@ -53,7 +53,7 @@ def written(module: nn.Module) -> str:
     return repr([(name, tensor.double().tolist()) for name, tensor in module.state_dict().items()])
 
 
-@pytest.mark.fault(naive="RebuildsTheAverageOnResume", shows="1.0 == 0.009", needs=["ema"])
+@pytest.mark.fault(naive="RebuildsTheAverageOnResume", shows="1.0 == 0.009")
 @pytest.mark.parametrize("how", WAYS)
 def test_a01_a_resumed_average_is_blended_and_not_begun_anew(way, point, how, tmp_path):
     """The first update after a resume weighs the old average as every other does.
@@ -70,7 +70,7 @@ def test_a01_a_resumed_average_is_blended_and_not_begun_anew(way, point, how, tm
     assert run.updates == 2
 
 
-@pytest.mark.fault(naive="RebuildsTheAverageOnResume", shows="(10, ", needs=["ema"])
+@pytest.mark.fault(naive="RebuildsTheAverageOnResume", shows="(10, ")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", OPTIMIZERS)
 def test_a01_stopping_in_between_changes_no_bit_of_the_average(way, how, dtype, tmp_path):
@@ -93,9 +93,8 @@ def test_a01_stopping_in_between_changes_no_bit_of_the_average(way, how, dtype, 
 
 
 @pytest.mark.parametrize("settings", [{"update_every": 3}, {"start_step": 7}, {"use_buffers": False}])
-def test_a01_a_schedule_goes_on_where_it_was(ours, need, settings, tmp_path):
+def test_a01_a_schedule_goes_on_where_it_was(ours, settings, tmp_path):
     """The rhythm of updates is that of the whole run, wherever it was stopped, and whichever was set up first."""
-    need("ema")
     given = {"loss": square_error, "ema": {"decay": 0.9, **settings}, "options": {"lr": 0.05}}
     batches = tiny_batches(11)
     straight = ours(seeded(), **given)
@@ -115,7 +114,7 @@ def test_a01_a_schedule_goes_on_where_it_was(ours, need, settings, tmp_path):
             assert (second.updates, written(second.shadow)) == (straight.updates, written(straight.shadow))
 
 
-@pytest.mark.fault(naive="SwapsWeightsIn", shows="(1.0, 1.0) == (3.0, 1.0)", needs=["ema"])
+@pytest.mark.fault(naive="SwapsWeightsIn", shows="(1.0, 1.0) == (3.0, 1.0)")
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("how", WAYS)
 def test_a02_a_checkpoint_holds_live_as_live_also_while_averages_are_evaluated(way, point, how, raises, tmp_path):
@@ -150,7 +149,7 @@ def test_a02_a_checkpoint_holds_live_as_live_also_while_averages_are_evaluated(w
     assert resumed.live.w.item() == 3.0 - resumed.lr
 
 
-@pytest.mark.fault(naive="SavesOneCopy", shows="live and average", needs=["ema"])
+@pytest.mark.fault(naive="SavesOneCopy", shows="live and average")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", OPTIMIZERS)
 def test_a03_both_copies_are_saved(way, how, dtype, tmp_path):
@@ -185,7 +184,7 @@ def shifted(count: int) -> list[torch.Tensor]:
     return [torch.randn(8, 2, generator=generator) + 5 for _ in range(count)]
 
 
-@pytest.mark.fault(naive="AveragesParametersOnly", shows="[0.0, 0.0] == [", needs=["ema"])
+@pytest.mark.fault(naive="AveragesParametersOnly", shows="[0.0, 0.0] == [")
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a04_copied_buffers_are_those_of_the_live_model(way, lazy):
     """With copied buffers the statistics of the average are those of the live model, exactly."""
@@ -197,9 +196,8 @@ def test_a04_copied_buffers_are_those_of_the_live_model(way, lazy):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-def test_a04_averaged_buffers_follow_the_live_model(ours, need, lazy):
+def test_a04_averaged_buffers_follow_the_live_model(ours, lazy):
     """By default statistics are averaged as weights are: a copy, then decay times old and the rest new."""
-    need("ema")
     run = ours(normalising(), loss=lambda y, _: y.sum(), ema={"decay": 0.5}, lazy=lazy)
     expected = None
     for batch in shifted(4):
@@ -209,7 +207,7 @@ def test_a04_averaged_buffers_follow_the_live_model(ours, need, lazy):
     torch.testing.assert_close(run.shadow[0].running_mean, expected)
 
 
-@pytest.mark.fault(naive="AveragesIntegers", shows="(1, torch.int64) == (5, torch.int64)", needs=["ema"])
+@pytest.mark.fault(naive="AveragesIntegers", shows="(1, torch.int64) == (5, torch.int64)")
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_a05_whole_numbers_are_copied(way, use_buffers, lazy):
@@ -222,7 +220,7 @@ def test_a05_whole_numbers_are_copied(way, use_buffers, lazy):
     assert (counted.item(), counted.dtype) == (5, torch.int64)
 
 
-@pytest.mark.fault(naive="AveragesInHalfPrecision", shows="1.0 == 1.632", needs=["ema"])
+@pytest.mark.fault(naive="AveragesInHalfPrecision", shows="1.0 == 1.632")
 @pytest.mark.parametrize(
     ("dtype", "lazy"),
     [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
@@ -239,9 +237,8 @@ def test_a06_averages_of_half_precision_weights_move(way, point, dtype, lazy):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a06_what_is_behind_the_rounded_average_is_saved(ours, need, point, dtype, tmp_path):
+def test_a06_what_is_behind_the_rounded_average_is_saved(ours, point, dtype, tmp_path):
     """The float32 accumulator survives a checkpoint, so that 400 updates are 200 and 200, to the last bit."""
-    need("ema")
 
     def begun(count):
         run = ours(point(w=torch.ones((), dtype=dtype)), ema={"decay": 0.999})
@@ -279,8 +276,9 @@ def weight_normed() -> nn.Module:
         return nn.utils.weight_norm(nn.Linear(2, 2))
 
 
-@pytest.mark.fault(naive="CopiesAtTheFirstUpdate", raises=RuntimeError, shows="created explicitly by the user",
-                   careful=False, needs=["ema"])  # fmt: skip
+@pytest.mark.fault(
+    naive="CopiesAtTheFirstUpdate", raises=RuntimeError, shows="created explicitly by the user", careful=False
+)
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used before"])
 @pytest.mark.parametrize(
     "make", [weight_normed, Caching, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))],
@@ -299,9 +297,8 @@ def test_a07_models_that_hold_computed_tensors_are_averaged(way, make, used):
     assert written(run.shadow) not in (before, written(model))
 
 
-def test_a07_what_cannot_be_copied_is_named_before_the_first_batch(ours, need):
+def test_a07_what_cannot_be_copied_is_named_before_the_first_batch(ours):
     """The attribute that refuses is named, with the way out, before a batch is read."""
-    need("ema")
     model = Caching()
     model.lock = (one for one in ())
     run = ours(model, loss=lambda y, _: y.sum(), ema={})
@@ -328,7 +325,7 @@ def follow(way, wrap, first):
     return run, bare
 
 
-@pytest.mark.fault(naive="MatchesNames", shows="0.0 == 0.5", careful=False, needs=["ema"])
+@pytest.mark.fault(naive="MatchesNames", shows="0.0 == 0.5", careful=False)
 @pytest.mark.parametrize("first", [False, True], ids=["compiled later", "compiled first"])
 def test_a08_compiling_the_model_changes_nothing_for_its_average(way, first):
     """The average of a compiled model is that of the model: the same numbers, under the same names."""
@@ -339,7 +336,7 @@ def test_a08_compiling_the_model_changes_nothing_for_its_average(way, first):
     bare.load_state_dict(run.shadow.state_dict(), strict=True)
 
 
-@pytest.mark.fault(naive="ExpectsTheModelAsItWas", raises=KeyError, shows="weight", careful=False, needs=["ema"])
+@pytest.mark.fault(naive="ExpectsTheModelAsItWas", raises=KeyError, shows="weight", careful=False)
 @pytest.mark.parametrize("first", [False, True], ids=["wrapped later", "wrapped first"])
 def test_a09_the_order_of_wrapping_does_not_matter(way, first):
     """A model that is wrapped for several devices before or after the average was built gives it the same numbers."""
@@ -348,9 +345,8 @@ def test_a09_the_order_of_wrapping_does_not_matter(way, first):
     bare.load_state_dict(run.shadow.state_dict(), strict=True)
 
 
-def test_a09_a_child_called_module_is_no_wrapper(ours, need):
+def test_a09_a_child_called_module_is_no_wrapper(ours):
     """A model of the user's own with an attribute ``module`` is averaged whole, under its own names."""
-    need("ema")
 
     class Mine(nn.Module):
         def __init__(self):
@@ -366,7 +362,7 @@ def test_a09_a_child_called_module_is_no_wrapper(ours, need):
     assert set(run.shadow.state_dict()) == {"module.weight", "module.bias", "scale"}
 
 
-@pytest.mark.fault(naive="AveragesEveryMicroBatch", shows="1.46875 == 1.25", needs=["ema", "grad-accum"])
+@pytest.mark.fault(naive="AveragesEveryMicroBatch", shows="1.46875 == 1.25")
 @pytest.mark.parametrize("how", WAYS)
 def test_a10_the_average_follows_steps_and_not_batches(way, point, how):
     """Two windows of four batches are two updates.
@@ -380,7 +376,7 @@ def test_a10_the_average_follows_steps_and_not_batches(way, point, how):
     assert run.shadow.w.item() == 1.25
 
 
-@pytest.mark.fault(naive="NeverCallsTheUpdate", shows="0 == 3", needs=["ema"])
+@pytest.mark.fault(naive="NeverCallsTheUpdate", shows="0 == 3")
 @pytest.mark.parametrize("how", WAYS)
 def test_a11_every_step_is_an_update(way, point, how):
     """After three steps the average has been updated three times, and is not what it was at first."""
@@ -391,9 +387,8 @@ def test_a11_every_step_is_an_update(way, point, how):
     assert run.shadow.w.item() == 2.25
 
 
-def test_a11_a_run_that_never_updates_its_average_is_told_of(ours, need, point):
+def test_a11_a_run_that_never_updates_its_average_is_told_of(ours, point):
     """At the end of a run with steps and no update a warning says which settings kept it from one."""
-    need("ema")
     run = ours(point(w=0.0), ema={"decay": 0.5, "start_step": 100})
     with pytest.warns(UserWarning, match=r"3 executed steps.*start_step=100"):
         run.epoch([{"w": -1.0}] * 3)
@@ -410,7 +405,7 @@ def test_a12_the_average_of_a_sharded_model_is_whole(way, two_ranks):
         assert rank["average"] == [element + 0.25 + 0.25 * 1.75 for element in range(5)]
 
 
-@pytest.mark.fault(naive="AveragesTensorByTensor", shows="a multi-tensor operation", careful=False, needs=["ema"])
+@pytest.mark.fault(naive="AveragesTensorByTensor", shows="a multi-tensor operation", careful=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a13_an_update_is_a_few_operations_however_many_tensors(way, point, dtype, lazy):
@@ -427,9 +422,8 @@ def test_a13_an_update_is_a_few_operations_however_many_tensors(way, point, dtyp
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("check", [False, True])
-def test_a13_a_step_asks_for_the_scale_at_most_once(ours, need, point, monkeypatch, how, check):
+def test_a13_a_step_asks_for_the_scale_at_most_once(ours, point, monkeypatch, how, check):
     """Whatever is composed, a scaler of torch's is asked for its scale once a step at most."""
-    need("ema", "grad-clip", "scaler-veto")
     asked = []
     real = torch.amp.GradScaler.get_scale
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: asked.append(1) or real(self))
@@ -439,7 +433,7 @@ def test_a13_a_step_asks_for_the_scale_at_most_once(ours, need, point, monkeypat
     assert len(asked) <= 3
 
 
-def test_a13_an_update_costs_little_more_than_its_arithmetic(ours, need):
+def test_a13_an_update_costs_little_more_than_its_arithmetic(need):
     """Averaging 2000 small tensors takes at most 1.5 times the one multi-tensor operation that it is made of."""
     need("ema")
     from nvalchemi.training import EMAHook

@@ -16,22 +16,20 @@ ON_PAGE = {row["what"]: row for row in ROW.finditer(PAGE.read_text(encoding="utf
 FIGURES = {}
 
 
-def figure(what, *needs):
-    """Name the row that a function recomputes, and the plugins that it takes."""
+def figure(what):
+    """Name the row that a function recomputes."""
 
     def note(compute):
-        FIGURES[what] = (compute, needs)
+        FIGURES[what] = compute
         return compute
 
     return note
 
 
 @pytest.mark.parametrize("what", sorted({*ON_PAGE}))
-def test_a_figure_on_the_page_is_what_comes_out(what, ours, point, need):
+def test_a_figure_on_the_page_is_what_comes_out(what, ours, point):
     """Every figure on the page is recomputed; a bound holds, and is not more than 50 times what is measured."""
-    compute, needs = FIGURES[what]
-    need(*needs)
-    value, said = compute(ours, point), float(ON_PAGE[what]["figure"])
+    value, said = FIGURES[what](ours, point), float(ON_PAGE[what]["figure"])
     if ON_PAGE[what]["most"]:
         assert value <= said
         assert value == 0 or value >= said / 50
@@ -60,17 +58,17 @@ def lerped(dtype):
     return average.item()
 
 
-@figure("average of 1, then 1000 times 2, at a decay of 0.999, weights in bfloat16", "ema")
+@figure("average of 1, then 1000 times 2, at a decay of 0.999, weights in bfloat16")
 def average_of_bf16(ours, point):
     return averaged(ours, point, torch.bfloat16).shadow.w.item()
 
 
-@figure("the same, weights in float16", "ema")
+@figure("the same, weights in float16")
 def average_of_fp16(ours, point):
     return averaged(ours, point, torch.float16).shadow.w.item()
 
 
-@figure("its float32 accumulator, relative error", "ema")
+@figure("its float32 accumulator, relative error")
 def error_of_accumulator(ours, point):
     state = averaged(ours, point, torch.bfloat16).hook("ema").state_dict()
     return abs(state["accumulators"]["w"].item() / (2 - 0.999**1000) - 1)
@@ -86,21 +84,21 @@ def average_in_fp16(ours, point):
     return lerped(torch.float16)
 
 
-@figure("norm of two float16 gradients of 60000, above the largest float16", "grad-clip")
+@figure("norm of two float16 gradients of 60000, above the largest float16")
 def norm_above_fp16(ours, point):
     run = ours(point(w=torch.zeros(2, dtype=torch.float16)), clip={})
     run.step({"w": [60000.0, 60000.0]})
     return run.norm_before_clipping
 
 
-@figure("norm of two float32 gradients of 1e30, whose squares are above the largest float32", "grad-clip")
+@figure("norm of two float32 gradients of 1e30, whose squares are above the largest float32")
 def norm_above_the_squares(ours, point):
     run = ours(point(w=[0.0, 0.0]), clip={})
     run.step({"w": [1e30, 1e30]})
     return run.norm_before_clipping
 
 
-@figure("norm of a million gradients, relative error", "grad-clip")
+@figure("norm of a million gradients, relative error")
 def error_of_norm(ours, point):
     gradients = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
     run = ours(point(w=torch.zeros(10**6)), clip={})
@@ -108,7 +106,7 @@ def error_of_norm(ours, point):
     return abs(run.norm_before_clipping / gradients.double().norm().item() - 1)
 
 
-@figure("gradients (3, 4) clipped to 1: how much their norm differs from 1", "grad-clip")
+@figure("gradients (3, 4) clipped to 1: how much their norm differs from 1")
 def error_of_clipping(ours, point):
     run = ours(point(w=[0.0, 0.0]), clip={"max_norm": 1.0})
     run.step({"w": [3.0, 4.0]})
@@ -123,13 +121,13 @@ def scaled(ours, point, scale):
     return -run.live.w.detach(), gradients
 
 
-@figure("gradients, of 1000, that a loss scale of 65536 changes in any bit", "loss-scaling")
+@figure("gradients, of 1000, that a loss scale of 65536 changes in any bit")
 def changed_by_a_power_of_two(ours, point):
     arrived, gradients = scaled(ours, point, 65536.0)
     return int((arrived != gradients).sum())
 
 
-@figure("gradients under a loss scale of 1000, largest relative change", "loss-scaling")
+@figure("gradients under a loss scale of 1000, largest relative change")
 def changed_by_another_scale(ours, point):
     arrived, gradients = scaled(ours, point, 1000.0)
     return ((arrived - gradients) / gradients).abs().max().item()
@@ -154,14 +152,14 @@ def vanished(ours, point):
     return abs(run.live.w.item())
 
 
-@figure("the same under a loss scale of 65536, relative error", "loss-scaling")
+@figure("the same under a loss scale of 65536, relative error")
 def kept(ours, point):
     run = ours(Small(1e-8), scale={"scale": 65536.0})
     run.step(0)
     return abs(-run.live.w.item() / 1e-8 - 1)
 
 
-@figure("windows of nan in a row that bring a loss scale from 65536 to its floor", "loss-scaling")
+@figure("windows of nan in a row that bring a loss scale from 65536 to its floor")
 def windows_to_the_floor(ours, point):
     run, scales = ours(point(w=1.0), scale={}), []
     for _ in range(100):
@@ -170,7 +168,7 @@ def windows_to_the_floor(ours, point):
     return scales.index(run.scale)
 
 
-@figure("that floor", "loss-scaling")
+@figure("that floor")
 def floor(ours, point):
     run = ours(point(w=1.0), scale={})
     for _ in range(200):
@@ -178,11 +176,15 @@ def floor(ours, point):
     return run.scale
 
 
-@figure("a gradient of a window of 1, 2 and 5 samples, relative difference from one batch of 8", "grad-accum")
+@figure("a gradient of a window of 1, 2 and 5 samples, relative difference from one batch of 8")
 def cut_into_windows(ours, point):
     samples = torch.randn(8, generator=torch.Generator().manual_seed(0)) + 2
-    run = ours(point(w=0.0), accumulate={"steps": 3, "weight": "count"}, loss=lambda y, batch: y,
-               training_fn=lambda model, batch: model({"w": batch["samples"].mean()}))  # fmt: skip
+    run = ours(
+        point(w=0.0),
+        accumulate={"steps": 3, "weight": "count"},
+        loss=lambda y, batch: y,
+        training_fn=lambda model, batch: model({"w": batch["samples"].mean()}),
+    )
     for part in samples.split([1, 2, 5]):
         run.step({"samples": part, "count": len(part)})
     return abs(-run.live.w.item() / samples.mean().item() - 1)

@@ -51,8 +51,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.fault(ours="Discovery", naive="LoadsAllAtOnce", raises=ModuleNotFoundError,
-                   shows="a_module_that_is_not_there")  # fmt: skip
+@pytest.mark.fault(
+    ours="Discovery", naive="LoadsAllAtOnce", raises=ModuleNotFoundError, shows="a_module_that_is_not_there"
+)
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
 def test_a37_a_broken_plugin_stops_nobody_else(way, site, source):
     """Of three plugins the middle one fails, at import or later: the others work, and one warning names it."""
@@ -132,15 +133,26 @@ def square_error(predictions, batch):
     return (predictions - batch[1]).square().mean()
 
 
-@pytest.mark.fault(naive="HoldsAFunctionOfAFunction", raises=(AttributeError, pickle.PicklingError),
-                   shows="local object", careful=False,
-                   needs=["ema", "grad-clip", "loss-scaling", "scaler-veto"])  # fmt: skip
+@pytest.mark.fault(
+    naive="HoldsAFunctionOfAFunction",
+    raises=(AttributeError, pickle.PicklingError),
+    shows="local object",
+    careful=False,
+)
 @pytest.mark.parametrize("steps", [0, 3], ids=["before training", "after 3 steps"])
-def test_a41_every_hook_pickles(way, need, steps):
+def test_a41_every_hook_pickles(way, steps):
     """A pickle of all update hooks holds their whole state, before training and after."""
     torch.manual_seed(0)
-    run = way(TinyModel(), loss=square_error, ema={"decay": 0.9}, clip={}, scale={"init_scale": 8.0}, check=True,
-              options={"lr": 0.1}, training_fn=lambda model, batch: model(batch[0]))  # fmt: skip
+    run = way(
+        TinyModel(),
+        loss=square_error,
+        ema={"decay": 0.9},
+        clip={},
+        scale={"init_scale": 8.0},
+        check=True,
+        options={"lr": 0.1},
+        training_fn=lambda model, batch: model(batch[0]),
+    )
     for batch in tiny_batches(steps):
         run.step(batch)
     copied = pickle.loads(run.pickled())
@@ -209,9 +221,8 @@ def test_a42_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(way, p
         run.save(tmp_path / "saved")
 
 
-def test_a42_a_checkpoint_with_all_hooks_loads_safely(ours, need, tmp_path):
+def test_a42_a_checkpoint_with_all_hooks_loads_safely(ours, tmp_path):
     """Every file of a checkpoint, taken after three steps with all plugins, loads with weights_only."""
-    need("ema", "grad-clip", "loss-scaling", "scaler-veto")
     run = ours(Tiny(), loss=square_error, ema={}, clip={}, scale={}, check=True, scheduler=True, options={"lr": 0.1})
     for batch in tiny_batches(3):
         run.step(batch)
@@ -238,7 +249,7 @@ class Fails(nn.Module):
         return y.float().sum()
 
 
-@pytest.mark.fault(naive="EntersAutocastByHand", shows="True is False", needs=["loss-scaling"])
+@pytest.mark.fault(naive="EntersAutocastByHand", shows="True is False")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a43_an_exception_in_the_forward_pass_closes_autocast(way, precision):
     """After a batch that raised nothing is cast any more, and the next batch trains."""
@@ -253,9 +264,8 @@ def test_a43_an_exception_in_the_forward_pass_closes_autocast(way, precision):
 
 
 @pytest.mark.parametrize("stage", IN_A_BATCH)
-def test_a43_an_exception_at_any_stage_closes_autocast(ours, need, stage):
+def test_a43_an_exception_at_any_stage_closes_autocast(ours, stage):
     """Whatever raises in a batch, before the hook that casts or after it, the state of autocast is as before."""
-    need("loss-scaling")
     model = Fails()
     model.failing = False
 
@@ -416,7 +426,7 @@ def test_a45_hooks_by_name_and_hooks_of_ones_own_share_one_order(ours, site):
     assert called == ["early", "middle", "late"]
 
 
-@pytest.mark.fault(naive="SavesBeforeTheAverage", shows="(1.0, 0.0) == (1.0, 0.5)", needs=["ema", "checkpoint"])
+@pytest.mark.fault(naive="SavesBeforeTheAverage", shows="(1.0, 0.0) == (1.0, 0.5)")
 @pytest.mark.parametrize("turned", [False, True], ids=["average first", "checkpoint first"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a45_a_checkpoint_of_a_step_holds_the_average_of_that_step(way, point, tmp_path, turned, lazy):

@@ -19,8 +19,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.fault(naive="LosesTheGrowthCount", shows="[8.0, 8.0, 16.0, 16.0] == [16.0, 16.0, 16.0, 32.0]",
-                   needs=["loss-scaling"])  # fmt: skip
+@pytest.mark.fault(naive="LosesTheGrowthCount", shows="[8.0, 8.0, 16.0, 16.0] == [16.0, 16.0, 16.0, 32.0]")
 @pytest.mark.parametrize("how", WAYS)
 def test_a28_a_resumed_scale_grows_when_it_would_have(way, point, how, tmp_path):
     """Scale and growth count go on from a checkpoint as if the run had not been stopped.
@@ -42,7 +41,7 @@ def test_a28_a_resumed_scale_grows_when_it_would_have(way, point, how, tmp_path)
     assert resumed == [16.0, 16.0, 16.0, 32.0]
 
 
-@pytest.mark.fault(naive="BacksOffForEver", shows="0.0 > 0", careful=False, needs=["loss-scaling"])
+@pytest.mark.fault(naive="BacksOffForEver", shows="0.0 > 0", careful=False)
 @pytest.mark.parametrize("how", WAYS)
 def test_a29_a_scale_has_a_floor_from_which_it_recovers(way, point, how):
     """After 200 windows of nan the scale is above 0, and the first finite gradient is the true one.
@@ -58,9 +57,8 @@ def test_a29_a_scale_has_a_floor_from_which_it_recovers(way, point, how):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a29_a_run_that_only_skips_is_stopped(point, ours, need, how):
+def test_a29_a_run_that_only_skips_is_stopped(point, ours, how):
     """After as many windows in a row as the hook allows, the error names the scale and the parameter to look at."""
-    need("loss-scaling", "scaler-veto")
     run = ours(point(v=1.0, w=1.0), scale={"init_scale": 65536.0}, check={"max_consecutive_skips": 5}, **how)
     for _ in range(4):
         run.step({"v": 1.0, "w": math.nan})
@@ -70,9 +68,8 @@ def test_a29_a_run_that_only_skips_is_stopped(point, ours, need, how):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a29_a_scale_has_a_ceiling(point, ours, need, how):
+def test_a29_a_scale_has_a_ceiling(point, ours, how):
     """A scale that doubles with every window stops where it was told to."""
-    need("loss-scaling")
     run = ours(point(w=1.0), scale={"init_scale": 2.0**30, "growth_interval": 1, "max_scale": 2.0**32}, **how)
     for _ in range(100):
         run.step({"w": 0.0})
@@ -94,7 +91,7 @@ class Net(nn.Module):
         return y.float().sum()
 
 
-@pytest.mark.fault(naive="ScalesWhereverThereIsAutocast", shows="[65536.0] == [1.0]", needs=["loss-scaling"])
+@pytest.mark.fault(naive="ScalesWhereverThereIsAutocast", shows="[65536.0] == [1.0]")
 @pytest.mark.parametrize("how", WAYS)
 def test_a30_bf16_is_autocast_and_no_scale(way, how):
     """In bf16 the loss given to the backward pass is the raw one: the gradient arrives as it is."""
@@ -107,9 +104,8 @@ def test_a30_bf16_is_autocast_and_no_scale(way, how):
     assert run.live.layer.weight.item() == 0.0
 
 
-def test_a30_a_run_in_bf16_keeps_no_scaler(ours, need):
+def test_a30_a_run_in_bf16_keeps_no_scaler(ours):
     """Nothing in the state of a run in bf16 is a scale, and contradictions are refused before anything is trained."""
-    need("loss-scaling")
     run = ours(Net(), precision="bf16")
     run.step(torch.ones(1, 1))
     assert run.strategy.state_dict()["hooks"]["mixed_precision"]["state"] == {"precision": "bf16"}
@@ -119,7 +115,7 @@ def test_a30_a_run_in_bf16_keeps_no_scaler(ours, need):
         ours(Net(), precision="bf16", scale={})
 
 
-@pytest.mark.fault(naive="FindsHalfParametersAtTheFirstStep", shows="1 == 0", careful=False, needs=["loss-scaling"])
+@pytest.mark.fault(naive="FindsHalfParametersAtTheFirstStep", shows="1 == 0", careful=False)
 @pytest.mark.parametrize("scaling", [{"scale": {}}, {"precision": "fp16"}], ids=["scaled", "fp16"])
 def test_a31_fp16_parameters_under_a_scale_are_refused_before_the_first_batch(way, scaling):
     """One fp16 parameter among others is named before anything is computed."""
@@ -132,8 +128,7 @@ def test_a31_fp16_parameters_under_a_scale_are_refused_before_the_first_batch(wa
     assert "'other.weight'" in str(refused.value)
 
 
-@pytest.mark.fault(naive="RestoresAnEmptyScaler", raises=RuntimeError, shows="source state dict is empty",
-                   needs=["loss-scaling"])  # fmt: skip
+@pytest.mark.fault(naive="RestoresAnEmptyScaler", raises=RuntimeError, shows="source state dict is empty")
 @pytest.mark.parametrize(("saved", "resumed"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")])
 @pytest.mark.parametrize(("optimizer", "options"), [("SGD", {"lr": 0.5, "momentum": 0.9}), ("AdamW", {"lr": 0.5})])
 def test_a32_precision_may_change_when_a_run_is_resumed(way, tmp_path, saved, resumed, optimizer, options):
@@ -154,9 +149,8 @@ def test_a32_precision_may_change_when_a_run_is_resumed(way, tmp_path, saved, re
     assert not torch.equal(first.live.layer.weight, second.live.layer.weight)
 
 
-def test_a32_a_change_of_precision_is_said(ours, need, tmp_path):
+def test_a32_a_change_of_precision_is_said(ours, tmp_path):
     """The warning names both precisions and the scale from which fp16 begins."""
-    need("loss-scaling")
     first, second = ours(Net(), precision="bf16"), ours(Net(), precision="fp16")
     first.step(torch.ones(1, 1))
     first.save(tmp_path / "saved")

@@ -44,6 +44,9 @@ PLUGINS = (
         "plugins/checkpoint", "nvalchemi_hooks_checkpoint", {"checkpoint": "nvalchemi_hooks_checkpoint.plugin"}
     ),
     Distribution("plugins/ema", "nvalchemi_hooks_ema", {"ema": "nvalchemi_hooks_ema.plugin"}),
+    Distribution(
+        "plugins/grad-accum", "nvalchemi_hooks_grad_accum", {"grad_accum": "nvalchemi_hooks_grad_accum.plugin"}
+    ),
     Distribution("plugins/grad-clip", "nvalchemi_hooks_grad_clip", {"grad_clip": "nvalchemi_hooks_grad_clip.plugin"}),
     Distribution(
         "plugins/loss-scaling",

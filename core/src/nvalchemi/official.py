@@ -55,6 +55,7 @@ OFFICIAL_HOOKS: tuple[OfficialHook, ...] = (
     _hook("CheckpointHook", "checkpoint", "checkpoint"),
     _hook("EMAHook", "ema", "ema"),
     _hook("GradScalerVetoHook", "scaler_veto", "scaler-veto"),
+    _hook("GradientAccumulationHook", "grad_accum", "grad-accum"),
     _hook("GradientClipHook", "grad_clip", "grad-clip"),
     _hook("LossScalingHook", "loss_scaling", "loss-scaling"),
     _hook("MixedPrecisionHook", "mixed_precision", "loss-scaling"),

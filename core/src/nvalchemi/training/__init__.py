@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nvalchemi.training.validation import ValidationResult as ValidationResult
     from nvalchemi_hooks_checkpoint import CheckpointHook as CheckpointHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
+    from nvalchemi_hooks_grad_accum import GradientAccumulationHook as GradientAccumulationHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
     from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook

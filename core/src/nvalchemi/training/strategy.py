@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from nvalchemi.errors import NoProgressError
 from nvalchemi.hooks.context import TrainContext
-from nvalchemi.hooks.protocols import ProvidesAveragedModel, ProvidesInferenceContext
+from nvalchemi.hooks.protocols import LooksAhead, ProvidesAveragedModel, ProvidesInferenceContext
 from nvalchemi.training.arguments import (
     checked_callable,
     checked_length,
@@ -26,6 +26,7 @@ from nvalchemi.training.assembly import assemble
 from nvalchemi.training.batches import move_to, scalar_loss
 from nvalchemi.training.hook_states import HookStates
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
+from nvalchemi.training.look_ahead import Batches
 from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
@@ -142,7 +143,10 @@ class TrainingStrategy:
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
         self._validated_at: int | None = None
-        self._position = DataPosition(validation.loader if validation is not None else None)
+        self._position = DataPosition(
+            validation.loader if validation is not None else None,
+            looks_ahead=any(hook.looks_ahead for hook in self._assembly.providers(LooksAhead)),
+        )
         self._is_set_up = False
 
     @property
@@ -211,13 +215,15 @@ class TrainingStrategy:
             self._dispatch(TrainingStage.AFTER_TRAINING)
         self._goal = None
 
-    def train_batch(self, batch: Any) -> TrainContext:
+    def train_batch(self, batch: Any, *, is_last_batch: bool = False) -> TrainContext:
         """Take one batch through every stage from BEFORE_BATCH to AFTER_BATCH.
 
         Parameters
         ----------
         batch : Any
             A tensor, a mapping or sequence of batches, or an object with ``.to(device)``.
+        is_last_batch : bool
+            No other batch follows in this pass: what was accumulated is stepped with it.
 
         Returns
         -------
@@ -228,6 +234,7 @@ class TrainingStrategy:
         batch = move_to(batch, self.device)
         dispatch = self.registry.dispatch
         with self._position.batch(), self._context(batch) as ctx:
+            ctx.is_last_batch = is_last_batch
             dispatch(ctx, TrainingStage.BEFORE_BATCH)
             dispatch(ctx, TrainingStage.BEFORE_FORWARD)
             predictions = self._predict(ctx.models, batch)
@@ -370,7 +377,7 @@ class TrainingStrategy:
         else:
             if not self._train_pass(loader, progress):
                 return
-            position.ended = True
+            position.all_trained()
             self._dispatch(TrainingStage.AFTER_EPOCH)
         self.epoch += 1
         position.end()
@@ -383,7 +390,7 @@ class TrainingStrategy:
         if self._stops_inside(loader):  # a state taken at the last step was loaded
             return False
         for batch in batches:
-            self._train_and_look(batch, tally, progress)
+            self._train_and_look(batch, batches.is_last, tally, progress)
             del batch  # before the loader makes the next one
             if self._stops_inside(loader):
                 return False
@@ -393,7 +400,7 @@ class TrainingStrategy:
             raise NoProgressError(tally.no_progress())
         return True
 
-    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any]) -> Batches:
         """Return the batches of a new pass, or those that are left of a loaded one."""
         if not self._position.resumes:
             self.epoch_step_count = 0
@@ -407,8 +414,8 @@ class TrainingStrategy:
         """Whether the goal is reached in the middle of a pass."""
         return bool(self.num_steps) and self._is_done() and self.epoch_step_count != length_of(loader)
 
-    def _train_and_look(self, batch: Any, tally: Tally, progress: RunProgress) -> None:
-        ctx = self.train_batch(batch)
+    def _train_and_look(self, batch: Any, is_last: bool, tally: Tally, progress: RunProgress) -> None:
+        ctx = self.train_batch(batch, is_last_batch=is_last)
         ctx.when_resolved(tally.count)
         plan = self.validation
         if plan is not None and plan.every_steps and self._steps.may_be_multiple_of(plan.every_steps):

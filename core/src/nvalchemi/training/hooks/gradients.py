@@ -41,7 +41,8 @@ class OptimizerGradients:
         Its parameters.
     """
 
-    scale: Tensor | None = None  # the loss scale, while it is pending
+    scale: Tensor | None = None  # what true gradients are divided by, while it is pending: loss scale, normaliser
+    normaliser: Tensor | None = None  # the latter alone, pending or done
     divisor: Tensor | None = None  # what hooks have asked for, while it is pending
     clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
     largest_divisor = 1.0  # what `clipped` can be at most
@@ -59,6 +60,11 @@ class OptimizerGradients:
         self._members = members
         self._norms: dict[float, Tensor] = {}
         self.collect()
+
+    @property
+    def double(self) -> bool:
+        """Whether any of them is in double precision."""
+        return self._members.double
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -126,6 +132,13 @@ class OptimizerGradients:
             self.clipped = by if self.clipped is None else self.clipped * by
         self._product = None
 
+    def normalise(self, by: Tensor, at_most: float) -> None:
+        """Have true gradients be those divided by `by`; unlike clipping, that shows in norms before clipping."""
+        self.largest_divisor *= at_most
+        self.normaliser = by if self.normaliser is None else self.normaliser * by
+        self.scale = by if self.scale is None else self.scale * by
+        self._product = None
+
     def pending(self) -> Tensor | None:
         """Return the product of everything still to be divided out, or None."""
         if self.scale is None or self.divisor is None:
@@ -161,11 +174,11 @@ class OptimizerGradients:
             self._settled(pending)
             self.scale = self.divisor = self._product = None
 
-    def settle_scale(self) -> None:
-        """Note that somebody else has divided the loss scale out of ``.grad``."""
+    def settle_scale(self, loss_scale: Tensor) -> None:
+        """Note that somebody else has divided the loss scale out of ``.grad``; a normaliser stays to be divided."""
         if self.scale is not None:
-            self._settled(self.scale)
-            self.scale = self._product = None
+            self._settled(loss_scale)
+            self.scale, self._product = self.normaliser, None
 
     def settle_division(self) -> None:
         """Note that the optimizer's own pass has divided everything pending out of ``.grad``."""

@@ -163,6 +163,7 @@ class TrainingUpdateOrchestrator:
         before = self._window
         window = self._current(ctx)
         window.begun &= window is before
+        earlier = len(window.shared)
         vetoed = False
         for child in self._before:
             if self._begin(child, ctx):
@@ -180,7 +181,9 @@ class TrainingUpdateOrchestrator:
         if not window.begun:
             window.adopt(ctx.untouched_optimizers, ctx.grad_scaler)  # a child may have published a scaler
         elif not keep:
+            shared = window.shared[earlier:]
             self._open_window(ctx)
+            ctx.window.shared = shared  # type: ignore[union-attr]  # it was just opened
 
     def _backward(self, ctx: TrainContext) -> None:
         original, loss = ctx.loss, ctx.loss

@@ -93,8 +93,9 @@ class _TorchInterface:
         if any(gradients is other for other in self._unscaled):
             return
         self._unscaled.append(gradients)
+        loss_scale = self.scale_on(gradients.device)
         self._scaler.unscale_(gradients.optimizer)
-        gradients.settle_scale()
+        gradients.settle_scale(loss_scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step through the scaler, which keeps a record of it."""

@@ -16,6 +16,7 @@ from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
 from nvalchemi.training.hooks.members import Roster
 from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
 from nvalchemi.training.hooks.scaling import drive
+from nvalchemi.training.hooks.shared import Shared
 from nvalchemi.training.unwrap import bare_module
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class UpdateWindow:
     voting = False  # deferred vetoes count now
     at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
     noted: str | None = None
+    shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     _has_voted = False
     _changed = False  # a hook may have changed gradients
     _gradients: list[OptimizerGradients] | None = None
@@ -74,6 +76,7 @@ class UpdateWindow:
         self.given_scaler = scaler
         self.scaler = drive(scaler) if scaler is not None else None
         self.decision = Decision()
+        self._normalisers: list[tuple[float | Tensor, float]] = []
         self._measured: list[tuple[Tensor, list[OptimizerGradients]]] = []  # norms handed out, and of what they are
         self._executors, self._stock = executors, stock or StockExecutor()
         self._roster = roster or Roster()
@@ -95,6 +98,8 @@ class UpdateWindow:
                 self._refuse_shared()
                 for gradients in self._chosen:
                     gradients.scale = self.scaler.scale_on(gradients.device)
+            for by, at_most in self._normalisers:
+                self._normalise(by, at_most)
             if not self._has_voted:  # plain hooks may still change them
                 for gradients in self._gradients:
                     gradients.remember()
@@ -152,6 +157,35 @@ class UpdateWindow:
         self._refuse_shared()
         for gradients in chosen:
             gradients.divide(by.to(gradients.device), at_most)
+
+    def normalise(self, by: float | Tensor, *, at_most: float = math.inf) -> None:
+        """Have the gradients divided by what the window holds, so that a sum over batches becomes a mean.
+
+        It belongs to what true gradients are, as the loss scale does and a clipping factor does not: ``ctx.gradients``,
+        ``ctx.grad_norm`` and every norm hold it from now on. It is divided out together with whatever else is pending.
+        Called again, it divides by the product.
+
+        Parameters
+        ----------
+        by : float or torch.Tensor
+            Above 0; a tensor is 0-dim and floating. From DO_BACKWARD on, until hooks have decided on the step.
+        at_most : float
+            What it cannot be above, if that is known; a float is known.
+        """
+        at_most = at_most if isinstance(by, Tensor) else by
+        self._normalisers.append((by, at_most))
+        if self._gradients is not None:
+            self._normalise(by, at_most)
+            self._grad_norm = None
+
+    def _normalise(self, by: float | Tensor, at_most: float) -> None:
+        self._refuse_shared()
+        for gradients in self._chosen:
+            wide = torch.float64 if gradients.double else torch.float32
+            if isinstance(by, Tensor):
+                gradients.normalise(by.to(gradients.device, wide), at_most)
+            else:
+                gradients.normalise(torch.full((), by, dtype=wide, device=gradients.device), at_most)
 
     def nonfinite(self) -> Tensor:
         """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
@@ -226,6 +260,16 @@ class UpdateWindow:
         reason, self.noted = self.noted, None
         self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
 
+    def share(self, value: float | Tensor) -> Shared:
+        """See `TrainContext.share`."""
+        if self._has_voted:
+            raise HookContractError(
+                "A number was shared after the ranks have exchanged theirs for this step; share it earlier, in "
+                "transform_loss or at AFTER_BACKWARD for example."
+            )
+        self.shared = (*self.shared, one := Shared(value))
+        return one
+
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
         own = any(tensor is norm for norm, _ in self._measured)  # nobody changes these
@@ -270,6 +314,8 @@ class UpdateWindow:
         self.voting = self._has_voted = True
         if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
             self.refresh()
+        for one in self.shared:
+            one.settle()
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
@@ -297,9 +343,9 @@ class UpdateWindow:
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers on which the step depends, and who takes their values once the host knows them."""
-        scaled = self._with_gradients() if self.scaler is not None else []
-        measured = [gradients for gradients in scaled if gradients.holds_inf is None]
-        products = [gradients.pending_product() for gradients in scaled if gradients.has_product]
+        divided = self._with_gradients() if self.scaler is not None or self._normalisers else []
+        measured = [gradients for gradients in divided if gradients.holds_inf is None and self.scaler is not None]
+        products = [gradients.pending_product() for gradients in divided if gradients.has_product]
         deferred, take_deferred = self.decision.ask()
 
         def take(values: Sequence[float]) -> None:
@@ -425,7 +471,8 @@ class UpdateWindow:
 
     def _fits(self, gradients: OptimizerGradients) -> bool:
         """Return whether loss scale times divisor is finite whatever happens."""
-        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _ROOMY
+        largest = 1.0 if self.scaler is None else self.scaler.largest
+        return largest * gradients.largest_divisor <= _ROOMY
 
     def _refuse_shared(self) -> None:
         if len(self.optimizers) == 1:
