@@ -240,3 +240,28 @@ def test_a27_each_optimizer_has_its_own_norm_when_asked_for(point, ours):
         run.step({"v": 3.0, "w": 4.0})
         moved.append([round(parameter.item(), 5) for parameter in run.live.parameters()])
     assert moved == [[-0.6, -0.8], [-1.0, -1.0]]
+
+
+@pytest.mark.parametrize("clip", [None, ONE], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a24_an_overflow_in_a_sparse_gradient_is_a_veto(ours, clip, lazy):
+    """An inf in one row of an embedding leaves all of it as it was, and the scale backs off once."""
+    model = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(model.weight)
+    run = ours(model, loss=lambda y, batch: (y * batch[1]).sum(), clip=clip, check=True,
+               scale={"init_scale": 8.0}, lazy=lazy, training_fn=lambda model, batch: model(batch[0]))  # fmt: skip
+    assert run.step((torch.tensor([1, 1]), torch.tensor([[INF], [1.0]]))).step_skipped
+    assert (length(run.live), run.scale) == (0.0, 4.0)
+    run.step((torch.tensor([1, 1]), torch.tensor([[1.0], [1.0]])))
+    assert length(run.live) > 0
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a22_a_micro_batch_that_is_not_finite_is_a_veto_of_its_window(point, ours, how):
+    """An inf in the first of two micro-batches is there when the norm is taken; the next window is clean."""
+    run = ours(point(w=[1.0, 1.0]), clip=ONE, accumulate={"steps": 2}, **how)
+    for gradient in ([INF, 0.0], [1.0, 1.0], [0.3, 0.4], [0.3, 0.4]):
+        run.step({"w": gradient})
+    lr = run.lr
+    assert run.live.w.tolist() == pytest.approx([1 - 0.3 * lr, 1 - 0.4 * lr])
+    assert run.steps == 1

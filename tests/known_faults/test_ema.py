@@ -455,3 +455,52 @@ def test_a13_an_update_costs_little_more_than_its_arithmetic(need):
         ours_took.append(middle - begin)
         bare_took.append(time.perf_counter() - middle)
     assert min(ours_took) <= 1.5 * min(bare_took)
+
+
+def test_a01_a_state_that_waits_for_its_model_is_saved_as_it_is(ours, point, tmp_path):
+    """Loaded and saved again before anything is set up, an average is not lost."""
+    first, second, third = (ours(point(w=0.0), ema={"decay": 0.5}) for _ in range(3))
+    for gradient in (0.0, -1.0):
+        first.step({"w": gradient})
+    first.save(tmp_path / "first")
+    second.load(tmp_path / "first")
+    second.save(tmp_path / "second")
+    third.load(tmp_path / "second")
+    third.step({"w": 0.0})
+    assert (third.updates, third.live.w.item(), third.shadow.w.item()) == (3, 1.0, 0.75)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a02_the_best_checkpoint_holds_live_as_live(ours, point, tmp_path, lazy):
+    """A checkpoint that is taken because the averaged weights evaluated best holds both copies, each as what it is."""
+    from nvalchemi.training import Validation
+
+    best = {"checkpoint": {"root": tmp_path / "kept", "best": "loss", "asynchronous": False, "at_end": False}}
+    given = {"ema": {"decay": 0.5}, "hooks": [best], "lazy": lazy}
+    run = ours(point(w=0.0), **given, validation=Validation(loader=[{"w": -1.0}]), num_epochs=2)
+    run.epoch([{"w": -1.0}])
+    resumed = ours(point(w=9.0), **given, num_epochs=2)
+    resumed.load(tmp_path / "kept")
+    assert (resumed.live.w.item(), resumed.average_of("w")) == (run.live.w.item(), run.shadow.w.item()) == (2.0, 1.5)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a06_buffers_in_half_precision_are_averaged_as_weights_are(ours, use_buffers, dtype):
+    """A bfloat16 or float16 buffer moves as its float32 average does; copied, it is that of the live model."""
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(()))
+            self.register_buffer("mean", torch.ones((), dtype=dtype))
+
+        def forward(self, mean):
+            self.mean.fill_(mean)
+            return self.w * 0.0
+
+    run = ours(Moving(), ema={"decay": 0.999, **({} if use_buffers else {"use_buffers": False})})
+    for mean in [1.0] + [2.0] * 1000:
+        run.step(mean)
+    expected = 1.6323 if use_buffers else 2.0
+    assert run.shadow.mean.item() == pytest.approx(expected, abs=1e-3 + torch.finfo(dtype).eps)

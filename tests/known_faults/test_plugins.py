@@ -441,3 +441,47 @@ def test_a45_a_checkpoint_of_a_step_holds_the_average_of_that_step(way, point, t
     resumed = way(point(w=9.0), ema={"decay": 0.5}, checkpoints=tmp_path / "kept", lazy=lazy)
     resumed.load(tmp_path / "kept")
     assert (resumed.live.w.item(), resumed.average_of("w")) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a44_no_graph_outlives_its_batch_in_an_open_window(ours, lazy):
+    """While gradients are kept from batch to batch, graphs are not."""
+    model = Watched()
+    run = ours(model, accumulate={"steps": 3}, lazy=lazy)
+    for _ in range(4):
+        run.step(torch.tensor(1.0))
+        assert model.alive == 0
+
+
+@pytest.mark.parametrize("value", [Colour.RED, pathlib.Path("x")], ids=["Enum", "Path"])
+def test_a42_the_state_of_a_plain_hook_is_checked_too(ours, point, tmp_path, value):
+    """A hook that takes no part in the update is refused by its name as well."""
+
+    class Logs:
+        frequency = 1
+        stage = TrainingStage.AFTER_BATCH
+
+        def __call__(self, ctx, stage):
+            pass
+
+        def state_dict(self):
+            return {"value": [value]}
+
+        def load_state_dict(self, state):
+            pass
+
+    run = ours(point(w=1.0), hooks=[Logs()])
+    run.step({"w": 1.0})
+    with pytest.raises(TypeError, match=r"(?i)logs.*value"):
+        run.save(tmp_path / "saved")
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a41_hooks_pickle_in_the_middle_of_a_window(point, ours, lazy):
+    """A pickle that is taken between two micro-batches has the whole state, a step that is pending included."""
+    run = ours(point(w=1.0), ema={"decay": 0.5}, accumulate={"steps": 2}, scale={"init_scale": 8.0}, lazy=lazy)
+    for _ in range(3):
+        run.step({"w": 1.0})
+    copied = pickle.loads(run.pickled())
+    assert str(copied.state_dict()) == str(run.strategy.orchestrator.state_dict())

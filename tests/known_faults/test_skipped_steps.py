@@ -147,3 +147,47 @@ def test_a18_an_optimizer_that_the_loss_does_not_reach_is_skipped_quietly(way, p
     assert run.live.v.item() == 0.0
     assert torch.equal(run.live.w, torch.tensor(0.1))
     assert not run.optimizers[1].state
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("bad", range(4))
+def test_a16_an_overflow_anywhere_in_a_window_costs_that_window_alone(point, ours, how, scaler, check, bad):
+    """An inf in any of four micro-batches is one back-off, and the next window is stepped with its own mean."""
+    run = ours(point(w=1.0), check=check, accumulate={"steps": 4}, **scaler, **how)
+    for place in range(4):
+        run.step({"w": INF if place == bad else 1.0})
+    for _ in range(4):
+        run.step({"w": 0.5})
+    assert (run.scale, run.live.w.item(), run.steps) == (512.0, 0.5, 1)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a17_a_veto_at_the_end_of_a_window_loses_that_window_alone(point, ours, how, scaler):
+    """A window whose step is vetoed is not added to the next, and the scale stays."""
+    run = ours(point(w=1.0), accumulate={"steps": 2}, veto=[1], **scaler, **how)
+    for gradient in (1.0, 1.0, 0.25, 0.25):
+        run.step({"w": gradient})
+    assert (run.scale, run.live.w.item(), run.steps) == (1024.0, 0.75, 1)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("check", [True, False])
+def test_a18_a_batch_that_reaches_no_optimizer_is_a_skipped_step(point, ours, how, scaler, check):
+    """Where no optimizer has a gradient the scale stays, nothing raises, and the next batch trains."""
+    run = ours(point(v=1.0, w=1.0), spread="first", check=check, ema={"decay": 0.5}, **scaler, **how)
+    assert run.step({"w": 1.0}).step_skipped
+    run.step({"v": 0.5, "w": 1.0})
+    assert (run.scale, run.live.v.item(), run.steps, run.updates) == (1024.0, 0.5, 1, 1)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("check", [True, False])
+def test_a18_one_optimizer_overflows_and_the_other_has_no_gradients(point, ours, how, check):
+    """An inf in one optimizer, while the other has nothing, is one back-off and no step."""
+    run = ours(point(v=1.0, w=1.0), spread="optimizers", check=check, scale={"init_scale": 1024.0}, **how)
+    assert run.step({"v": INF}).step_skipped
+    assert (run.scale, run.live.v.item(), run.live.w.item()) == (512.0, 1.0, 1.0)
