@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nvalchemi.training import TrainingStage
 from nvalchemi.training.hooks import TrainingUpdateHook
@@ -191,3 +193,31 @@ def test_a18_one_optimizer_overflows_and_the_other_has_no_gradients(point, ours,
     run = ours(point(v=1.0, w=1.0), spread="optimizers", check=check, scale={"init_scale": 1024.0}, **how)
     assert run.step({"v": INF}).step_skipped
     assert (run.scale, run.live.v.item(), run.live.w.item()) == (512.0, 1.0, 1.0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    events=st.lists(st.sampled_from(["step", "inf", "veto", "both"]), max_size=10),
+    scaler=st.sampled_from(["scale", "torch_scaler"]),
+    check=st.booleans(),
+    lazy=st.booleans(),
+    folded=st.booleans(),
+    priority=st.sampled_from([0, 90]),
+)
+def test_a17_scale_and_weights_follow_from_what_happened(point, ours, events, scaler, check, lazy, folded, priority):
+    """In any sequence an inf backs off, a good window counts for growth, and a veto of finite gradients does neither."""
+    vetoed = [place for place, event in enumerate(events) if event in ("veto", "both")]
+    scaling = {scaler: {"init_scale": 64.0, "growth_interval": 2}}
+    how = {"check": check, "veto": vetoed, "veto_priority": priority, "lazy": lazy, **scaling}
+    run = ours(point(w=0.0), options={"lr": 1.0, "fused": folded}, **how)
+    scale, good, steps = 64.0, 0, 0
+    for event in events:
+        run.step({"w": INF if event in ("inf", "both") else -1.0})
+        if event in ("inf", "both"):
+            scale, good = scale / 2, 0
+        elif event == "step":
+            steps, good = steps + 1, good + 1
+        if good == 2:
+            scale, good = scale * 2, 0
+    if events:
+        assert (run.scale, run.steps, run.live.w.item()) == (scale, steps, float(steps))

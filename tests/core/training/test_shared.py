@@ -73,11 +73,12 @@ def test_a_total_has_the_dtype_of_what_was_given(loop, weight, given):
 def test_a_tensor_is_shared_as_it_is_now(weight):
     """What is done to a tensor after it was shared changes nothing."""
     value = torch.tensor(2.0)
+    orchestrator = TrainingUpdateOrchestrator()
     with TrainContext(optimizers=[torch.optim.SGD([weight])]) as ctx:
-        TrainingUpdateOrchestrator()(ctx, TrainingStage.BEFORE_BATCH)
+        orchestrator(ctx, TrainingStage.BEFORE_BATCH)
         shared = ctx.share(value)
         value.fill_(7.0)
-        ctx.window.begin_voting()
+        orchestrator(ctx, TrainingStage.DO_OPTIMIZER_STEP)
     assert shared.total.item() == 2.0
 
 

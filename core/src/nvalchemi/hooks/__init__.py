@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.protocols import GradientScaler as GradientScaler
     from nvalchemi.hooks.protocols import Hook as Hook
     from nvalchemi.hooks.protocols import LooksAhead as LooksAhead
+    from nvalchemi.hooks.protocols import PreparesLoader as PreparesLoader
     from nvalchemi.hooks.protocols import ProvidesAveragedModel as ProvidesAveragedModel
     from nvalchemi.hooks.protocols import ProvidesExecutor as ProvidesExecutor
     from nvalchemi.hooks.protocols import ProvidesInferenceContext as ProvidesInferenceContext
@@ -56,6 +57,7 @@ __getattr__, __dir__ = door(
         "HookState": "nvalchemi.hooks.plugins.catalog",
         "LooksAhead": "nvalchemi.hooks.protocols",
         "Provenance": "nvalchemi.metadata",
+        "PreparesLoader": "nvalchemi.hooks.protocols",
         "ProvidesAveragedModel": "nvalchemi.hooks.protocols",
         "ProvidesExecutor": "nvalchemi.hooks.protocols",
         "ProvidesInferenceContext": "nvalchemi.hooks.protocols",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
 from types import TracebackType
@@ -114,6 +114,8 @@ class TrainContext(UpdatePowers, HookContext):
         The main model; by default ``models["main"]``, or the only one there is.
     models : mapping of str to torch.nn.Module
         All models by name. A plain hook may replace entries at SETUP, and nowhere else.
+    trained : collection of str, optional
+        Names of the models that have an optimizer; None where nobody says.
     optimizers : sequence of torch.optim.Optimizer
         The optimizers of the update.
     lr_schedulers : sequence
@@ -162,6 +164,7 @@ class TrainContext(UpdatePowers, HookContext):
     else:  # an argument only; what is read afterwards is the property below
         model: InitVar[nn.Module | None] = None
     models: MutableMapping[str, nn.Module] = field(default_factory=dict)
+    trained: Collection[str] | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     lr_schedulers: Sequence[Any] = ()
     loss: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
@@ -22,6 +22,7 @@ __all__ = [
     "GradientScaler",
     "Hook",
     "LooksAhead",
+    "PreparesLoader",
     "ProvidesAveragedModel",
     "ProvidesExecutor",
     "ProvidesInferenceContext",
@@ -125,6 +126,17 @@ class LooksAhead(Protocol):
     """
 
     looks_ahead: bool
+
+
+@runtime_checkable
+class PreparesLoader(Protocol):
+    """A hook that chooses what this process sees of the data, one rank among several for example.
+
+    A strategy asks it at the beginning of a run and before validation; what was evaluated is then added up over ranks.
+    """
+
+    def prepare_loader(self, loader: Any, *, training: bool) -> Iterable[Any]:
+        """Return what to iterate in place of `loader`, which may be `loader` itself; asked again, the same."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from torch import nn
 
 from nvalchemi.errors import NoProgressError
 from nvalchemi.hooks.context import TrainContext
-from nvalchemi.hooks.protocols import LooksAhead, ProvidesAveragedModel, ProvidesInferenceContext
+from nvalchemi.hooks.protocols import LooksAhead, PreparesLoader, ProvidesAveragedModel, ProvidesInferenceContext
 from nvalchemi.training.arguments import (
     checked_callable,
     checked_length,
@@ -31,11 +31,13 @@ from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
+from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths
 from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.step_count import StepCount
 from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.tally import Tally
+from nvalchemi.training.unwrap import unreplicated
 from nvalchemi.training.validation import (
     Validation,
     ValidationResult,
@@ -200,6 +202,8 @@ class TrainingStrategy:
                 f"run(loader) got a {type(loader).__name__} ({loader!r}); give a list of batches or a DataLoader."
             )
         self.setup()
+        loader = self._part_of(loader, training=True)
+        refuse_other_lengths(loader)
         if self._goal is None:
             self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
         with ExitStack() as stack:
@@ -335,6 +339,7 @@ class TrainingStrategy:
         with self._context(None) as ctx:
             ctx.models = dict(self.models)
             self.registry.dispatch(ctx, TrainingStage.SETUP)
+        refuse_other_hooks(self._assembly.named_hooks())
         built = [
             config.build(ctx.models[key], key) for key, configs in self.optimizer_configs.items() for config in configs
         ]
@@ -359,12 +364,25 @@ class TrainingStrategy:
             for hook in self._assembly.providers(ProvidesInferenceContext):
                 stack.enter_context(hook.inference_context(self.device))
             stack.enter_context(random_numbers_kept())  # what is trained does not depend on how often it is evaluated
-            losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
+            part = self._part_of(loader, training=False)
+            losses, batches = evaluate(
+                lambda batch: self._predict(models, batch),
+                self.loss_fn,
+                part,
+                self.device,
+                over_ranks=bool(self._assembly.providers(PreparesLoader)),
+            )
         self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
         for scheduler in self.lr_schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(result["loss"])
         return result
+
+    def _part_of(self, loader: Iterable[Any], *, training: bool) -> Iterable[Any]:
+        """Return what this process sees of a loader."""
+        for hook in self._assembly.providers(PreparesLoader):
+            loader = hook.prepare_loader(loader, training=training)
+        return loader
 
     @functools.cached_property
     def _hook_states(self) -> HookStates:
@@ -450,6 +468,7 @@ class TrainingStrategy:
         ctx = TrainContext(
             batch=batch,
             models=self.models,
+            trained=self.optimizer_configs.keys(),
             optimizers=self._optimizers,
             lr_schedulers=self._lr_schedulers,
             validation=self.validation_result,
@@ -474,7 +493,7 @@ class TrainingStrategy:
         return self.training_fn(main if len(models) == 1 else models, batch)
 
     def _weights(self, wanted: Weights) -> tuple[dict[str, nn.Module], str]:
-        models, used = dict(self.models), "live"
+        models, used = {key: unreplicated(model) for key, model in self.models.items()}, "live"
         if checked_weights(wanted) != "live":
             averaging = self._assembly.providers(ProvidesAveragedModel)
             if wanted == "averaged" and not averaging:

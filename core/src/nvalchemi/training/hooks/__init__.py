@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from nvalchemi.training.hooks.update import TrainingUpdateHook as TrainingUpdateHook
     from nvalchemi.training.hooks.update import UpdatePriority as UpdatePriority
     from nvalchemi_hooks_checkpoint import CheckpointHook as CheckpointHook
+    from nvalchemi_hooks_distributed import DDPHook as DDPHook
+    from nvalchemi_hooks_distributed import FSDPHook as FSDPHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
     from nvalchemi_hooks_grad_accum import GradientAccumulationHook as GradientAccumulationHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook

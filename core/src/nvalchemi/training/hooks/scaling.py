@@ -103,7 +103,7 @@ class _TorchInterface:
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """Call ``update`` so that the scale does what the window deserves."""
-        device = self._unscaled[0].tensors[0].device if self._unscaled else torch.device("cpu")
+        device = self._unscaled[0].device if self._unscaled else torch.device("cpu")
         if found_inf is None:
             if self._unscaled:  # a window is open; given a new scale, update() ends it without growth
                 self._scaler.update(self._scaler.scale(torch.ones((), device=device)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nvalchemi.errors import HookContractError
 
-__all__ = ["Shared"]
+__all__ = ["Shared", "too_late"]
 
 
 class Shared:
@@ -65,6 +65,14 @@ class Shared:
         else:
             given = self.value
             self._total = total.to(given.device, given.dtype) if isinstance(given, Tensor) else total
+
+
+def too_late() -> HookContractError:
+    """Return what is said to whoever shares a number once hooks decide."""
+    return HookContractError(
+        "A number was shared after the ranks have exchanged theirs for this step; share it earlier, in transform_loss "
+        "or at AFTER_BACKWARD for example."
+    )
 
 
 def _checked(value: object) -> float | Tensor:
