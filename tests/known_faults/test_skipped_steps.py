@@ -205,7 +205,7 @@ def test_a18_one_optimizer_overflows_and_the_other_has_no_gradients(point, ours,
     priority=st.sampled_from([0, 90]),
 )
 def test_a17_scale_and_weights_follow_from_what_happened(point, ours, events, scaler, check, lazy, folded, priority):
-    """In any sequence an inf backs off, a good window counts for growth, and a veto of finite gradients does neither."""
+    """In any sequence an inf backs off, a good window counts for growth, a veto on finite gradients does neither."""
     vetoed = [place for place, event in enumerate(events) if event in ("veto", "both")]
     scaling = {scaler: {"init_scale": 64.0, "growth_interval": 2}}
     how = {"check": check, "veto": vetoed, "veto_priority": priority, "lazy": lazy, **scaling}
