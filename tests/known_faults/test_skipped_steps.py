@@ -108,18 +108,28 @@ def test_a16_a_skipped_step_leaves_no_gradients_behind(way, point, how, check, s
     assert (run.scale, run.live.w.item()) == (512.0, -2.0)
 
 
+class Reads(TrainingUpdateHook):
+    """Reads gradients, so that they have to be unscaled before it is called."""
+
+    priority = 35
+
+    def before_optimizer_step(self, ctx, *, will_skip):
+        return True
+
+
 @pytest.mark.fault(naive="ClosesNoWindowAfterAVeto", raises=RuntimeError, shows="unscale_() has already been called")
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("priority", [0, 90])
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("scaler", ["scale", "torch_scaler"])
-def test_a17_a_veto_of_another_hook_closes_the_window_of_the_scaler(way, point, how, priority, check, scaler):
+@pytest.mark.parametrize("hooks", [[], [Reads()]], ids=["nobody reads", "somebody reads"])
+def test_a17_a_veto_of_another_hook_closes_the_window_of_the_scaler(way, point, how, priority, check, scaler, hooks):
     """A veto on finite gradients, before the scaler or after it, leaves scale and growth count as they were.
 
     Growth after two good windows: batches 0 and 2 are good and batch 1 is vetoed, so the scale doubles after batch 2.
     """
     settings = {scaler: {"init_scale": 8.0, "growth_interval": 2}}
-    run = way(point(w=1.0), check=check, veto=[1], veto_priority=priority, **settings, **how)
+    run = way(point(w=1.0), check=check, veto=[1], veto_priority=priority, hooks=hooks, **settings, **how)
     seen = []
     for _ in range(3):
         run.step({"w": 1.0})
@@ -203,12 +213,13 @@ def test_a18_one_optimizer_overflows_and_the_other_has_no_gradients(point, ours,
     lazy=st.booleans(),
     folded=st.booleans(),
     priority=st.sampled_from([0, 90]),
+    hooks=st.sampled_from([(), (Reads(),)]),
 )
-def test_a17_scale_and_weights_follow_from_what_happened(point, ours, events, scaler, check, lazy, folded, priority):
+def test_a17_scale_and_weights_follow_from_events(point, ours, events, scaler, check, lazy, folded, priority, hooks):
     """In any sequence an inf backs off, a good window counts for growth, a veto on finite gradients does neither."""
     vetoed = [place for place, event in enumerate(events) if event in ("veto", "both")]
     scaling = {scaler: {"init_scale": 64.0, "growth_interval": 2}}
-    how = {"check": check, "veto": vetoed, "veto_priority": priority, "lazy": lazy, **scaling}
+    how = {"check": check, "veto": vetoed, "veto_priority": priority, "lazy": lazy, "hooks": hooks, **scaling}
     run = ours(point(w=0.0), options={"lr": 1.0, "fused": folded}, **how)
     scale, good, steps = 64.0, 0, 0
     for event in events:
