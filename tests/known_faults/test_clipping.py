@@ -265,3 +265,12 @@ def test_a22_a_micro_batch_that_is_not_finite_is_a_veto_of_its_window(point, our
     lr = run.lr
     assert run.live.w.tolist() == pytest.approx([1 - 0.3 * lr, 1 - 0.4 * lr])
     assert run.steps == 1
+
+
+@pytest.mark.parametrize("scaler", ["scale", "torch_scaler"])
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a22_a_norm_that_overflows_backs_off_once(point, ours, scaler, lazy):
+    """Under a loss scale a norm above the largest float32 halves the scale, though each gradient is finite."""
+    run = ours(point(w=[1.0, 1.0, 1.0]), clip=ONE, lazy=lazy, **{scaler: {"init_scale": 1.0}})
+    run.step({"w": [3e38] * 3})
+    assert (run.scale, run.live.w.tolist()) == (0.5, [1.0] * 3)
