@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -71,6 +72,8 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     Where the host does not know yet whether a step was taken (a lazy orchestrator), the average follows under the veto
     on the device; `num_updates` and ``n_averaged`` count when the step is settled, and `state_dict` waits for that.
 
+    A run that ends, having taken steps of which none was averaged, gives a ``UserWarning``.
+
     To resume, load the state of the old hook into a new one of equal configuration, before training goes on::
 
         torch.save({"model": model.state_dict(), "ema": hook.state_dict()}, path)
@@ -127,6 +130,7 @@ class EMAHook(TrainingUpdateHook, BaseModel):
     _shadow: Shadow | None = PrivateAttr(default=None)
     _pending: dict[str, Any] = PrivateAttr(default_factory=dict)  # a state that waits for the shadow
     _unsettled: TrainContext | None = PrivateAttr(default=None)  # the step of an update that may have been vetoed
+    _without_update: int = PrivateAttr(default=0)  # executed steps before the first update
     _shadow_at_work = _read_quickly("_shadow")
     _is_unsettled_by = _read_quickly("_unsettled")
 
@@ -175,11 +179,23 @@ class EMAHook(TrainingUpdateHook, BaseModel):
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count an update that was done under a veto, now that the host knows whether it was one."""
-        if self._is_unsettled_by is None:
-            return
-        self._unsettled = None
-        if self._shadow is not None and not skipped:
-            self._count(self._shadow)
+        if self._is_unsettled_by is not None:
+            self._unsettled = None
+            if self._shadow is not None and not skipped:
+                self._count(self._shadow)
+        if not (skipped or self.num_updates):
+            self._without_update += 1
+
+    def close(self) -> None:
+        """Warn where a run has taken steps and none was averaged: the average is the model as it was at first."""
+        steps, self._without_update = self._without_update, 0
+        if steps and not self.num_updates:
+            warnings.warn(
+                f"EMAHook has seen {steps} executed steps of {self.model_key!r} and averaged none of them, because "
+                f"start_step={self.start_step} and update_every={self.update_every}: its averaged model is the model "
+                "as it was at first. Lower them, or train for longer.",
+                stacklevel=2,
+            )
 
     def capture_key(self, ctx: TrainContext) -> Hashable | None:
         """Return whether this step counts, and what is called then; None for the first copy, which is not captured."""
