@@ -45,7 +45,8 @@ CORE_NAMES = {
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "CapturedUpdate", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
+        "AlwaysVeto", "AverageOffer", "CapturedUpdate", "OptimizerPlan", "PassThrough", "Reading", "Shared",
+        "StepOutcome",
         "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdateGraph", "UpdatePriority",
     },
     "nvalchemi.testing": {
