@@ -250,7 +250,7 @@ class Book:
         assert self.outcome is not None
         if "ema" in self.settings.hooks and not self.outcome["skipped"] and (late or not fault):
             self._average()
-        return "Boom" if fault else self._settle(step)
+        return self._settle(step) or ("Boom" if fault else "")
 
     def _average(self) -> None:
         (decay, every, start), done = self.settings.ema, self.step_count + 1

@@ -30,6 +30,7 @@ class Settings:
     probe_priority: int = 60
     probe_reads: bool = False
     probe_defers: bool = True
+    accumulates: bool = True
     hooks: frozenset[str] = frozenset(OPTIONAL)
 
     @property
@@ -81,7 +82,7 @@ _STAGES = [
 ]  # fmt: skip
 METHODS = ("before_batch", "transform_loss", "before_optimizer_step", "after_optimizer_step", "settled")
 _FAULTS = [
-    *(("plain", stage) for stage in _STAGES), *(("update", method) for method in METHODS), ("code", "forward"),
+    *(("plain", stage) for stage in _STAGES), *(("update", method) for method in METHODS * 2), ("code", "forward"),
     ("code", "loss"),
 ]  # fmt: skip
 _SMALL = st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 3.0])
@@ -104,6 +105,7 @@ def settings() -> st.SearchStrategy[Settings]:
         probe_priority=st.sampled_from([15, 35, 60]),
         probe_reads=st.booleans(),
         probe_defers=st.booleans(),
+        accumulates=st.booleans(),
         hooks=st.frozensets(st.sampled_from(OPTIONAL), min_size=1).map(lambda some: some),
     ).map(_composable)
 
@@ -117,15 +119,15 @@ def _composable(drawn: Settings) -> Settings:
 
 def steps(*, faults: bool = True, windows: bool = True) -> st.SearchStrategy[Step]:
     """Return all batches."""
-    drawn = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(_FAULTS)) if faults else st.none()
+    some = st.sampled_from([None] * (2 * len(_FAULTS)) + _FAULTS)  # a third
     return st.builds(
         _step,
         w=st.tuples(_SMALL, _SMALL),
         b=st.one_of(_SMALL, _SMALL, st.none()),
         poison=st.one_of(st.none(), st.none(), st.none(), st.tuples(st.sampled_from("wb"), _LARGE)),
         veto=st.sampled_from(["", "", "", "eager", "deferred", "deferred inf", "deferred no"]),
-        fault=drawn,
-        open=st.sampled_from([False, False, True]) if windows else st.just(False),
+        fault=some if faults else st.none(),
+        open=st.booleans() if windows else st.just(False),
         looks=st.booleans(),
     )
 

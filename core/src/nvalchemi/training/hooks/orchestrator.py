@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingUpdateOrchestrator"]
 
 _SKIPPED = StepOutcome(skipped=True)
+_OPEN = StepOutcome(skipped=True, window_open=True)
 
 
 class TrainingUpdateOrchestrator:
@@ -211,7 +212,7 @@ class TrainingUpdateOrchestrator:
             for child, _ in self._voting:
                 if id(child) in self._whole:
                     self._vote_of(child, ctx, True)
-            self._conclude(ctx, StepOutcome(skipped=True, window_open=True))
+            self._conclude(ctx, _OPEN)
             return
         self._vote(ctx, window)
         outcome = attempt_without_waiting(ctx, window) if self.lazy else attempt_step(ctx, window)
@@ -244,18 +245,20 @@ class TrainingUpdateOrchestrator:
         return proceed is True or _a_bool(child, proceed, TrainingStage.DO_OPTIMIZER_STEP)
 
     def _after_optimizer_step(self, ctx: TrainContext) -> None:
-        for child in self._after:
-            if not child.defers_veto:
-                self.resolve()
-            skipped = self._pending is None and self._outcome is not None and self._outcome.skipped
-            if self._begin(child, ctx):
-                child(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
-            else:
-                child.after_optimizer_step(ctx, skipped=skipped)
-        if self._pending is not None:
-            self._pending.announced = True
-        elif self._outcome is not None and not self._outcome.window_open:
-            self._settle(ctx, self._outcome)
+        try:
+            for child in self._after:
+                if not child.defers_veto:
+                    self.resolve()
+                skipped = self._pending is None and self._outcome is not None and self._outcome.skipped
+                if self._begin(child, ctx):
+                    child(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+                else:
+                    child.after_optimizer_step(ctx, skipped=skipped)
+        finally:  # the step was taken, and is counted whatever a child says to it
+            if self._pending is not None:
+                self._pending.announced = True
+            elif self._outcome is not None and not self._outcome.window_open:
+                self._settle(ctx, self._outcome)
 
     def _conclude(self, ctx: TrainContext, outcome: StepOutcome) -> None:
         self._outcome = ctx.outcome = outcome
@@ -393,6 +396,19 @@ class TrainingUpdateOrchestrator:
                 for loaded, one in list(stateful.items())[:place]:
                     one.load_state_dict(before[loaded])
                 raise
+
+    def go_on(self, *, window_open: bool) -> None:
+        """Go on from a run that was loaded: what happened here before is left behind.
+
+        Parameters
+        ----------
+        window_open : bool
+            Gradients were loaded, too, and the window they belong to goes on: the next batch adds to them.
+        """
+        self.resolve()
+        if self._window is not None and self._window.unscaled:
+            self._window.close(None)  # torch's scaler would refuse the next one
+        self._window, self._outcome = None, _OPEN if window_open else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the window out: gradients are not carried to another process."""
