@@ -172,6 +172,7 @@ class StrategyMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Read all counters at the end."""
+        torch.set_autocast_enabled("cpu", False)  # one that was found open is not left to the next sequence
         with self.folder or nullcontext():
             if hasattr(self, "book") and sys.exc_info()[0] is None:  # else it has failed already
                 self._look()
