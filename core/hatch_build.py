@@ -18,7 +18,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-PLUGINS = ("checkpoint", "ema", "grad-clip", "loss-scaling", "scaler-veto", "triton")
+PLUGINS = ("checkpoint", "distributed", "ema", "grad-accum", "grad-clip", "loss-scaling", "scaler-veto", "triton")
 FOR_AUTHORS = {
     "new": ["jinja2>=3.1"],  # nvalchemi hooks new
     "testing": ["pytest>=8.4"],  # nvalchemi.testing's conformance kit and fixtures

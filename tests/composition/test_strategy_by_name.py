@@ -43,7 +43,10 @@ def test_every_official_name_is_listed_with_its_distribution():
     listed = {hook.name: hook for hook in list_hooks()}
     assert {name: hook.distribution for name, hook in listed.items()} == {
         "checkpoint": "nvalchemi-hooks-checkpoint",
+        "ddp": "nvalchemi-hooks-distributed",
         "ema": "nvalchemi-hooks-ema",
+        "fsdp": "nvalchemi-hooks-distributed",
+        "grad_accum": "nvalchemi-hooks-grad-accum",
         "grad_clip": "nvalchemi-hooks-grad-clip",
         "loss_scaling": "nvalchemi-hooks-loss-scaling",
         "mixed_precision": "nvalchemi-hooks-loss-scaling",

@@ -28,23 +28,24 @@ TRAINING_DOORS = ["nvalchemi.training", "nvalchemi.training.hooks"]
 CORE_NAMES = {
     "nvalchemi.hooks": {
         "ActivatedHook", "CheckpointableHook", "Closable", "Enterable", "GradientScaler", "Hook", "HookContext",
-        "HookListing", "HookOffer", "HookRegistry", "HookState", "Provenance", "ProvidesAveragedModel",
-        "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage", "TrainContext", "UpdateExecutor",
+        "HookListing", "HookOffer", "HookRegistry", "HookState", "LooksAhead", "PreparesLoader",
+        "Provenance", "ProvidesAveragedModel", "ProvidesExecutor", "ProvidesInferenceContext", "RunsOnStage",
+        "TrainContext", "UpdateExecutor",
         "activate_hooks", "hookimpl", "list_hooks", "provenance_of", "refresh_hooks",
         "register_plugin",
     },
     "nvalchemi.training": {
         "HookTrace", "ModelSpec", "OptimizerConfig", "Snapshot", "TrainingStage", "TrainingStrategy", "Validation",
-        "ValidationResult", "bare_module", "create_model_spec", "load_checkpoint", "load_training", "save_checkpoint",
-        "save_training", "take_snapshot",
+        "ValidationResult", "bare_module", "create_model_spec", "is_sharded", "like_sharded", "load_checkpoint",
+        "load_training", "local_part", "save_checkpoint", "save_training", "take_snapshot",
     },
     "nvalchemi.training.checkpoint": {
         "LoadedModels", "Snapshot", "load_checkpoint", "load_training", "save_checkpoint", "save_training",
         "take_snapshot",
     },
     "nvalchemi.training.hooks": {
-        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "StepOutcome", "TrainingUpdateHook",
-        "TrainingUpdateOrchestrator", "UpdatePriority",
+        "AlwaysVeto", "AverageOffer", "OptimizerPlan", "PassThrough", "Reading", "Shared", "StepOutcome",
+        "TrainingUpdateHook", "TrainingUpdateOrchestrator", "UpdatePriority",
     },
     "nvalchemi.testing": {
         "AccumulatingHook", "FailingHook", "FakeSite", "HookConformance", "LossFactorHook", "RecordingHook",

@@ -369,6 +369,13 @@ def test_hooks_can_be_chosen(run):
     assert "hooks: none" in printed
 
 
+def test_steps_can_be_made_of_several_batches(run):
+    """With --accumulate a step is taken for so many batches, weighted by their atoms; the figures say so."""
+    _, figures = run("--steps", "2", "--accumulate", "2")
+    assert figures["steps"] == 2
+    assert figures["settings"]["hooks"]["grad_accum"] == {"steps": 2, "weight": "sizes"}
+
+
 def test_figures_say_how_they_were_made(run, tmp_path):
     """Seed, precision, hooks with what they were told, data and version stand in the file."""
     ase.io.write(tmp_path / "a.xyz", water(12), format="extxyz")

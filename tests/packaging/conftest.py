@@ -43,7 +43,15 @@ PLUGINS = (
     Distribution(
         "plugins/checkpoint", "nvalchemi_hooks_checkpoint", {"checkpoint": "nvalchemi_hooks_checkpoint.plugin"}
     ),
+    Distribution(
+        "plugins/distributed",
+        "nvalchemi_hooks_distributed",
+        {"ddp": "nvalchemi_hooks_distributed.plugin", "fsdp": "nvalchemi_hooks_distributed.plugin"},
+    ),
     Distribution("plugins/ema", "nvalchemi_hooks_ema", {"ema": "nvalchemi_hooks_ema.plugin"}),
+    Distribution(
+        "plugins/grad-accum", "nvalchemi_hooks_grad_accum", {"grad_accum": "nvalchemi_hooks_grad_accum.plugin"}
+    ),
     Distribution("plugins/grad-clip", "nvalchemi_hooks_grad_clip", {"grad_clip": "nvalchemi_hooks_grad_clip.plugin"}),
     Distribution(
         "plugins/loss-scaling",

@@ -24,7 +24,10 @@ WAYS = {
     "the core": (["./core"], []),
     "one extra": (["./core[ema]"], ["ema"]),
     "two extras": (["./core[ema,grad-clip]"], ["ema", "grad-clip"]),
-    "all": (["./core[all]"], ["checkpoint", "ema", "grad-clip", "loss-scaling", "scaler-veto", "triton"]),
+    "all": (
+        ["./core[all]"],
+        ["checkpoint", "distributed", "ema", "grad-accum", "grad-clip", "loss-scaling", "scaler-veto", "triton"],
+    ),
     "by path": (["./core", "./plugins/scaler-veto"], ["scaler-veto"]),
     "extra and path": (["./core[ema]", "./plugins/ema"], ["ema"]),
 }

@@ -29,6 +29,7 @@ __all__ = [
     "PluginLoadError",
     "PluginVersionError",
     "PluginWarning",
+    "RanksDifferError",
     "UnknownHookError",
     "UnsupportedOptimizerError",
     "add_hook_note",
@@ -45,6 +46,10 @@ class HookConflictError(ValueError):
 
 class HookContractError(TypeError):
     """A hook did what its protocol rules out."""
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks that train together are not at the same place."""
 
 
 class UnsupportedOptimizerError(TypeError):

@@ -53,8 +53,11 @@ def _hook(class_name: str, entry_point: str, extra: str) -> OfficialHook:
 
 OFFICIAL_HOOKS: tuple[OfficialHook, ...] = (
     _hook("CheckpointHook", "checkpoint", "checkpoint"),
+    _hook("DDPHook", "ddp", "distributed"),
     _hook("EMAHook", "ema", "ema"),
+    _hook("FSDPHook", "fsdp", "distributed"),
     _hook("GradScalerVetoHook", "scaler_veto", "scaler-veto"),
+    _hook("GradientAccumulationHook", "grad_accum", "grad-accum"),
     _hook("GradientClipHook", "grad_clip", "grad-clip"),
     _hook("LossScalingHook", "loss_scaling", "loss-scaling"),
     _hook("MixedPrecisionHook", "mixed_precision", "loss-scaling"),

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_picture(options.plot)
         trajectories = load(options.data)
         parts = split(trajectories)
-        hooks = chosen_hooks(options.hooks, options.precision)
+        hooks = chosen_hooks(options.hooks, options.precision, options.accumulate)
         recorder = Recorder(identity(options, parts))
         loader = batches(parts.training, BATCH_SIZE, shuffle=True)
         watching: list[Any] = [recorder]
@@ -144,7 +144,8 @@ def build_strategy(parts: Split, loader: Any, hooks: list[Any], options: Any) ->
         hooks=hooks,
         devices=options.device,
         validation=Validation(
-            loader=list(batches(parts.validation)), every_steps=max(1, length_of(options, loader) // 40)
+            loader=list(batches(parts.validation)),
+            every_steps=max(1, length_of(options, loader) // (40 * (1 if options.steps else options.accumulate))),
         ),
     )
 
@@ -162,7 +163,7 @@ def rise_and_fall(step: int) -> float:
     return min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
 
 
-def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, Any]]]:
+def chosen_hooks(names: str | None, precision: str, accumulate: int = 1) -> list[dict[str, dict[str, Any]]]:
     """Name the hooks of this run with their arguments, as ``TrainingStrategy(hooks=...)`` takes them.
 
     Raises
@@ -179,11 +180,12 @@ def chosen_hooks(names: str | None, precision: str) -> list[dict[str, dict[str, 
             f"--precision {precision} needs the hook mixed_precision, which is not active; "
             "add it to --hooks, or install it: pip install 'nvalchemi-hooks[loss-scaling]'"
         )
-    return [{name: settings.get(name, {})} for name in chosen]
+    gathering = [{"grad_accum": {"steps": accumulate, "weight": "sizes"}}] if accumulate > 1 else []  # sizes: atoms
+    return gathering + [{name: settings.get(name, {})} for name in chosen]
 
 
 def length_of(options: Any, loader: Any) -> int:
-    """Count the steps of the run, were none of them vetoed."""
+    """Count the steps that were asked for, were none of them vetoed, or else the batches."""
     return options.steps or options.epochs * len(loader)
 
 
@@ -228,6 +230,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     parser.add_argument(
         "--hooks", metavar="NAME,...", help=f"default: {','.join(SETTINGS)} as far as installed; '' is none"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="take one step for N batches, by the atoms they hold (default: %(default)s)",
     )
     parser.add_argument(
         "--precision",

@@ -23,7 +23,7 @@ from nvalchemi.training import OptimizerConfig, TrainingStage, TrainingStrategy,
 from nvalchemi.training.hooks import TrainingUpdateHook
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MOMENTS = {"first": 0, "middle": 10, "vetoed": 8}  # so many batches are behind; each pass has six
+MOMENTS = {"first": 0, "middle": 9, "vetoed": 8}  # so many batches are behind; each pass has six, a window two or one
 STEPS = 13
 COMPILED = "compiled"
 
@@ -31,6 +31,7 @@ COMPILED = "compiled"
 ARGUMENTS = {
     "checkpoint": lambda case, folder: {"root": str(folder / f"{case}-own"), "every_steps": 5},
     "ema": lambda case, folder: {"decay": 0.9, "update_every": 2},
+    "grad_accum": lambda case, folder: {"steps": 2},
     "grad_clip": lambda case, folder: {"max_norm": 0.05},
     "loss_scaling": lambda case, folder: {"growth_interval": 2, "init_scale": 1024.0},
     "mixed_precision": lambda case, folder: {"precision": case.precision, **SCALING.get(case.precision, {})},

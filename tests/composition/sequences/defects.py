@@ -10,8 +10,7 @@ import pytest
 from nvalchemi.hooks.context import HookContext
 from nvalchemi.training import EMAHook, GradScalerVetoHook, strategy_state
 from nvalchemi.training import strategy as strategy_module
-from nvalchemi.training.hooks import TrainingUpdateOrchestrator, orchestrator, stepping
-from nvalchemi.training.hooks.window import UpdateWindow
+from nvalchemi.training.hooks import TrainingUpdateOrchestrator, conductor, stepping
 from nvalchemi.training.step_count import StepCount
 from nvalchemi_hooks_loss_scaling.scaler import LossScaler
 
@@ -38,7 +37,7 @@ def the_average_follows_a_skip(patch):
 
 @_defect
 def gradients_are_not_zeroed(patch):
-    patch.setattr(orchestrator, "_forget_gradients", lambda optimizers: None)
+    patch.setattr(conductor, "forget_gradients", lambda optimizers: None)
 
 
 @_defect
@@ -127,4 +126,4 @@ def vetoes_on_the_device_do_not_count(patch):
 
 @_defect
 def every_batch_begins_a_window(patch):
-    patch.setattr(orchestrator, "_OPEN", orchestrator._SKIPPED)
+    patch.setattr(conductor, "_OPEN", conductor._SKIPPED)

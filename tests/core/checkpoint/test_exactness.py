@@ -16,38 +16,6 @@ from nvalchemi.errors import CheckpointWarning
 from nvalchemi.training import OptimizerConfig, TrainingStage, Validation, load_training, save_training, take_snapshot
 
 S = TrainingStage
-VOLATILE = {"state.position.now.running"}
-
-
-@pytest.fixture
-def resume(make_strategy, make_loader, tmp_path, differences, reseed):
-    """Return how a run saved by a hook at a moment, and gone on with from there, differs from one that just ran."""
-
-    def check(stage, at, *, hooks=lambda: (), loader=make_loader, own_seed=None, options=dict, **more):
-        def save(ctx, fired):
-            if at(ctx) and not list(tmp_path.iterdir()):
-                save_training(tmp_path, ctx.workflow)
-
-        saver = Saver(stage, save)
-        straight = make_strategy(*hooks(), saver, **options(), **more)
-        straight.run(loader(own_seed))
-        assert list(tmp_path.iterdir()), "the moment of saving never came"
-        resumed = make_strategy(*hooks(), Saver(stage, lambda ctx, fired: None), **options(), **more)
-        reseed(99)
-        load_training(tmp_path, resumed)
-        resumed.run(loader(own_seed))
-        return [where for where in differences(straight.state_dict(), resumed.state_dict()) if where not in VOLATILE]
-
-    class Saver:
-        frequency = 1
-
-        def __init__(self, stage, act):
-            self.stage, self.act = stage, act
-
-        def __call__(self, ctx, stage):
-            self.act(ctx, stage)
-
-    return check
 
 
 @pytest.fixture

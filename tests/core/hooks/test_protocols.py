@@ -10,6 +10,7 @@ from nvalchemi.hooks import (
     CheckpointableHook,
     GradientScaler,
     Hook,
+    LooksAhead,
     ProvidesAveragedModel,
     ProvidesInferenceContext,
     protocols,
@@ -81,6 +82,11 @@ def test_the_optional_powers_are_protocols():
         def inference_context(self, device):
             """Give none."""
 
+    class Asks(Plain):
+        looks_ahead = True
+
+    assert isinstance(Asks(), LooksAhead)
+    assert not isinstance(Plain(), LooksAhead)
     assert isinstance(Averages(), ProvidesAveragedModel)
     assert isinstance(Casts(), ProvidesInferenceContext)
     assert not isinstance(Plain(), ProvidesAveragedModel | ProvidesInferenceContext)

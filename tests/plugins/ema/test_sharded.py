@@ -2,72 +2,89 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-SHARDED = """
-import sys
+import pytest
 
-import torch
-from torch import distributed, multiprocessing, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.optim.swa_utils import AveragedModel
-
-from nvalchemi.hooks import TrainContext
-from nvalchemi_hooks_ema import EMAHook, kernels
-
-WEIGHTS = [torch.arange(5.0) + step for step in range(3)]
+WORKER = Path(__file__).with_name("ranks_of_shards.py")
 
 
-class Sharded(EMAHook):
-    def _build_averaged_model(self, source):
-        averaged = AveragedModel(nn.Identity())
-        averaged.module = fully_shard(nn.Linear(1, 5, bias=False), mesh=init_device_mesh("cpu", (2,)))
-        return averaged
-
-
-def work(rank, group):
-    distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=2)
-    model = fully_shard(nn.Linear(1, 5, bias=False), mesh=init_device_mesh("cpu", (2,)))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two gloo ranks report of every check, by its name: [rank 0, rank 1]."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), "2", str(store)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
-        EMAHook().setup(TrainContext(models={"main": model}))
-    except RuntimeError as error:
-        assert "refuses a deep copy" in str(error) and "_build_averaged_model" in str(error), error
-    else:
-        raise AssertionError("a sharded model was copied")
-    hook = Sharded(decay=0.75)
-    for step, weights in enumerate(WEIGHTS):
-        with torch.no_grad():
-            mine = weights.chunk(2)[rank]
-            model.weight.to_local().copy_(mine.unsqueeze(1))
-        hook.after_optimizer_step(TrainContext(models={"main": model}, step_count=step), skipped=False)
-    whole = hook.get_averaged_model().module.weight.full_tensor().squeeze(1)
-    expected = WEIGHTS[0].lerp(WEIGHTS[1], 0.25).lerp(WEIGHTS[2], 0.25)
-    assert torch.equal(whole, expected), (whole, expected)
-    average = hook.get_averaged_model().module.weight
-    for veto, wanted in ((1.0, expected), (0.0, expected.lerp(WEIGHTS[2], 0.25))):
-        with torch.no_grad():
-            for call in kernels.blending([(average, model.weight)], 0.25):
-                call(veto=torch.tensor(veto))
-        assert torch.equal(average.full_tensor().squeeze(1), wanted), veto
-    distributed.destroy_process_group()
+        answers = [process.communicate(timeout=60) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], answers
+    reports = [json.loads(out.splitlines()[-1]) for out, _ in answers]
+    return {name: [report[name] for report in reports] for name in reports[0]}
 
 
-if __name__ == "__main__":
-    multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
-"""
+def test_a_sharded_model_is_averaged_shard_by_shard(ranks):
+    """The gathered average is that of one process, bit for bit, with odd lengths, buffers and tied weights."""
+    for seen in ranks["copied_in_its_own_way"]:
+        assert seen["equal"]
+        assert seen["tied"]
+        assert seen["local"]
+        assert seen["eval"]
 
 
-def test_a_sharded_model_is_refused_by_name_or_averaged_shard_by_shard(tmp_path):
-    """On two ranks a supplied copy has the whole average, and keeps to a veto; without a copy SETUP says what to do."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    done = subprocess.run(
-        [sys.executable, str(script), f"file://{tmp_path / 'group'}"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_an_update_and_a_state_need_no_communication(ranks):
+    """Neither an update nor `state_dict` enters a collective: a rank averages, and keeps, what it holds."""
+    for seen in ranks["copied_in_its_own_way"]:
+        assert seen["collectives"] == 0
+        assert seen["state is local"] == "DTensor"
+
+
+def test_the_average_can_be_called(ranks):
+    """The averaged model gathers itself when it is called, gives what one process gives, and then follows again."""
+    for seen in ranks["copied_in_its_own_way"]:
+        assert seen["called"]
+        assert seen["called again after another update"]
+
+
+def test_the_policy_of_precision_is_copied(ranks):
+    """A model that FSDP2 computes in bfloat16 has an average that is computed in bfloat16."""
+    assert [seen["out"] for seen in ranks["with_a_policy"]] == ["torch.bfloat16"] * 2
+
+
+def test_shards_of_low_precision_have_accumulators(ranks):
+    """bfloat16 shards are averaged in float32, as in one process, and the accumulators are shards, too."""
+    assert ranks["with_low_precision"] == [{"equal": True, "accumulators": True}] * 2
+
+
+def test_states_come_from_any_number_of_ranks(ranks):
+    """A hook goes on from its own shards and from the whole state of one process, before and after the copy is made."""
+    for seen in ranks["with_states"]:
+        assert len(seen) == 4
+        assert all(seen.values())
+
+
+def test_shards_keep_to_a_veto(ranks):
+    """Under a veto on the device no shard of the average moves."""
+    assert ranks["under_a_veto"] == [{"held": True, "moved": True}] * 2
+
+
+def test_a_copy_of_the_users_own(ranks):
+    """A supplied sharded copy is averaged, also after it was called; one that is whole is refused by name."""
+    for seen in ranks["supplied"]:
+        assert seen["called"]
+        assert "whole on every rank" in seen["refused"]
+        assert "_build_averaged_model" in seen["refused"]

@@ -14,6 +14,7 @@ class TestGradientClipHook(HookConformance):
     stateful = True
     reads_grad = False
     defers_veto = True
+    decides_alike = True
     supports_cuda = True
 
 

@@ -13,4 +13,5 @@ class TestGradScalerVetoHook(HookConformance):
     stateful = True
     reads_grad = False
     defers_veto = True
+    decides_alike = True
     supports_cuda = True

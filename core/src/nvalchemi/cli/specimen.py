@@ -81,6 +81,7 @@ def _powers_of_update(hook: TrainingUpdateHook, may_veto: bool, reads_grad: bool
     said = {
         "may veto": may_veto,
         "may leave its veto on the device": hook.defers_veto,
+        "decides the same on every rank": hook.decides_alike and may_veto,
         "reads gradients": reads_grad,
         f"excludes others of the family {hook.exclusive_family!r}": hook.exclusive_family is not None,
     }

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from nvalchemi.hooks.protocols import Enterable as Enterable
     from nvalchemi.hooks.protocols import GradientScaler as GradientScaler
     from nvalchemi.hooks.protocols import Hook as Hook
+    from nvalchemi.hooks.protocols import LooksAhead as LooksAhead
+    from nvalchemi.hooks.protocols import PreparesLoader as PreparesLoader
     from nvalchemi.hooks.protocols import ProvidesAveragedModel as ProvidesAveragedModel
     from nvalchemi.hooks.protocols import ProvidesExecutor as ProvidesExecutor
     from nvalchemi.hooks.protocols import ProvidesInferenceContext as ProvidesInferenceContext
@@ -53,7 +55,9 @@ __getattr__, __dir__ = door(
         "HookOffer": "nvalchemi.hooks.plugins.specs",
         "HookRegistry": "nvalchemi.hooks.registry",
         "HookState": "nvalchemi.hooks.plugins.catalog",
+        "LooksAhead": "nvalchemi.hooks.protocols",
         "Provenance": "nvalchemi.metadata",
+        "PreparesLoader": "nvalchemi.hooks.protocols",
         "ProvidesAveragedModel": "nvalchemi.hooks.protocols",
         "ProvidesExecutor": "nvalchemi.hooks.protocols",
         "ProvidesInferenceContext": "nvalchemi.hooks.protocols",

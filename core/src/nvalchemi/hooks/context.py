@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from nvalchemi.hooks.lifecycle import close_all
+from nvalchemi.hooks.batch_context import BatchContext
+from nvalchemi.hooks.update_powers import UpdatePowers
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from nvalchemi.training.hooks.decision import Reading
     from nvalchemi.training.hooks.pending import PendingStep
-    from nvalchemi.training.hooks.plan import AverageOffer
     from nvalchemi.training.hooks.stepping import StepOutcome
     from nvalchemi.training.hooks.window import UpdateWindow
 
 __all__ = ["BatchContext", "HookContext", "TrainContext"]
-
-
-class BatchContext:
-    """A context manager that was opened for the length of a batch, and may be closed before."""
-
-    def __init__(self, manager: AbstractContextManager[Any], opened: list[BatchContext]) -> None:
-        self._manager: AbstractContextManager[Any] | None = manager
-        self._opened = opened
-        self.value = manager.__enter__()
-        opened.append(self)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the context, after those that were opened inside it; leaving it twice is harmless."""
-        if self in self._opened:
-            inner = self._opened[self._opened.index(self) :]
-            del self._opened[self._opened.index(self) :]
-            close_all(((repr(one), functools.partial(one._leave, error)) for one in reversed(inner)), error)
-
-    def __repr__(self) -> str:
-        return f"the batch context {type(self._manager).__name__}"
-
-    def _leave(self, error: BaseException | None) -> None:
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -121,7 +94,7 @@ class HookContext:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class TrainContext(HookContext):
+class TrainContext(UpdatePowers, HookContext):
     """One batch of training, shared by all hooks of the batch and dropped afterwards.
 
     In a loop of your own use it as a context manager, so that everything opened for the batch is closed and no graph
@@ -141,6 +114,8 @@ class TrainContext(HookContext):
         The main model; by default ``models["main"]``, or the only one there is.
     models : mapping of str to torch.nn.Module
         All models by name. A plain hook may replace entries at SETUP, and nowhere else.
+    trained : collection of str, optional
+        Names of the models that have an optimizer; None where nobody says.
     optimizers : sequence of torch.optim.Optimizer
         The optimizers of the update.
     lr_schedulers : sequence
@@ -163,6 +138,9 @@ class TrainContext(HookContext):
         Batches so far in this epoch.
     epoch : int
         The number of this epoch, from 0.
+    is_last_batch : bool
+        No other batch follows in this pass. A strategy knows it if a hook asks for it; see
+        `nvalchemi.hooks.LooksAhead`.
     window_complete : bool
         False while more batches follow before the optimizer steps. **A hook that accumulates sets it** at BEFORE_BATCH.
     step_skipped : bool
@@ -186,6 +164,7 @@ class TrainContext(HookContext):
     else:  # an argument only; what is read afterwards is the property below
         model: InitVar[nn.Module | None] = None
     models: MutableMapping[str, nn.Module] = field(default_factory=dict)
+    trained: Collection[str] | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     lr_schedulers: Sequence[Any] = ()
     loss: Tensor | None = None
@@ -196,6 +175,7 @@ class TrainContext(HookContext):
     batch_count: int = 0
     epoch_step_count: int = 0
     epoch: int = 0
+    is_last_batch: bool = False
     window_complete: bool = True
     step_skipped: bool = False
     outcome: StepOutcome | None = None
@@ -216,125 +196,6 @@ class TrainContext(HookContext):
     def untouched_optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers, for whoever does not look at their learning rates. Nothing is resolved."""
         return _OPTIMIZERS.__get__(self)  # type: ignore[no-any-return]
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The true (unscaled) gradients by parameter name, of every parameter that has one.
-
-        Clipping shows in them once it was divided out: at AFTER_OPTIMIZER_STEP they are what the optimizer used.
-        Names are those of the bare models, with the model's name in front when there are several. Look at the tensors,
-        do not change them: where a loss scale is pending they are copies.
-
-        Raises
-        ------
-        RuntimeError
-            No orchestrator has seen this batch yet.
-        """
-        window = self._window("gradients")
-        self._resolve()  # after a step, whether they are divided depends on the veto
-        return window.named_gradients(self.models)
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The global L2 norm of the true gradients before clipping: 0-dim, computed once a window whoever asks.
-
-        Raises
-        ------
-        RuntimeError
-            No orchestrator has seen this batch yet.
-        """
-        window = self._window("grad_norm")
-        if not window.knows_grad_norm:
-            self._resolve()
-        return window.grad_norm
-
-    @property
-    def veto_flag(self) -> Tensor | None:
-        """All deferred vetoes in one: float32, 0-dim, exactly 0 or 1 on the device; None once the host knows."""
-        return self._window("veto_flag").veto_flag
-
-    def defer_veto(self, flag: Tensor, reason: str, *, found_inf: bool = False) -> None:
-        """Ask for a veto that is still on the device, from a hook with ``defers_veto``; the hook then returns True.
-
-        Parameters
-        ----------
-        flag : torch.Tensor
-            0-dim, any dtype, on any device. Non-zero or nan vetoes the step.
-        reason : str
-            Why; it stands in the outcome of the step.
-        found_inf : bool
-            The flag means that gradients are not finite, so that a loss scaler has to back off.
-
-        Raises
-        ------
-        HookContractError
-            The flag is not a 0-dim tensor, or the hook at work does not declare ``defers_veto``.
-        """
-        self._window("defer_veto").defer_veto(flag, reason, found_inf=found_inf)
-
-    def defer_veto_above(self, value: Tensor, limit: float, reason: str, *, found_inf: bool = False) -> None:
-        """Ask for a veto if `value` turns out to be above `limit`, or nan; otherwise as `defer_veto`.
-
-        The comparison costs an operation only where the decision stays on the device.
-
-        Parameters
-        ----------
-        value : torch.Tensor
-            0-dim, floating, at least 0 or nan, and not changed in place afterwards.
-        limit : float
-            At least 0 and finite; the largest value that is no veto.
-        reason, found_inf
-            As for `defer_veto`.
-        """
-        self._window("defer_veto_above").defer_veto_above(value, limit, reason, found_inf=found_inf)
-
-    def defer_veto_nonfinite(self, reason: str) -> None:
-        """Ask for a veto if any gradient holds an inf or a nan; otherwise as `defer_veto` with ``found_inf=True``.
-
-        It comes out of the norm of the gradients, which is measured once whoever asks.
-        """
-        self._window("defer_veto_nonfinite").defer_veto_nonfinite(reason)
-
-    def offer_average(
-        self,
-        averages: Sequence[Tensor],
-        live: Sequence[Tensor],
-        weight: float,
-        accumulators: Sequence[Tensor] | None = None,
-    ) -> AverageOffer | None:
-        """Offer, in ``before_optimizer_step``, an average that an executor may update in the pass of the step.
-
-        Parameters
-        ----------
-        averages, live, weight, accumulators
-            See `nvalchemi.training.hooks.AverageOffer`.
-
-        Returns
-        -------
-        AverageOffer or None
-            Whether it was taken stands in ``taken`` from ``after_optimizer_step`` on; if it was not, the hook averages
-            by itself. None where no hook brings an executor, so that nobody would take it.
-        """
-        return self._window("offer_average").offer_average(averages, live, weight, accumulators)
-
-    def note_veto(self, reason: str) -> None:
-        """Give the reason of the veto that the hook at work is about to return."""
-        self._window("note_veto").note_veto(reason)
-
-    def read_later(self, tensor: Tensor) -> Reading:
-        """Have a 0-dim tensor read with the one host read of the step, instead of in a read of its own.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            0-dim, any dtype.
-
-        Returns
-        -------
-        Reading
-            Its ``value`` is a float, known at ``settled`` at the latest; asked earlier, it waits for the device.
-        """
-        return self._window("read_later").read_later(tensor)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close what was opened for this batch and let go of the graph."""
@@ -359,18 +220,6 @@ class TrainContext(HookContext):
             follower(self)
         else:
             self.pending.then(follower)
-
-    def _resolve(self) -> None:
-        if self.pending is not None:
-            self.pending.resolve()
-
-    def _window(self, asked: str) -> UpdateWindow:
-        if self.window is None:
-            raise RuntimeError(
-                f"ctx.{asked} was asked before an orchestrator saw this batch, so there is no update to ask about; "
-                "call the orchestrator at TrainingStage.BEFORE_BATCH first."
-            )
-        return self.window
 
 
 def _detached(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
@@ -21,6 +21,8 @@ __all__ = [
     "Enterable",
     "GradientScaler",
     "Hook",
+    "LooksAhead",
+    "PreparesLoader",
     "ProvidesAveragedModel",
     "ProvidesExecutor",
     "ProvidesInferenceContext",
@@ -97,6 +99,44 @@ class Enterable(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Any: ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A hook that wants to know of each batch whether it is the last of its pass: ``ctx.is_last_batch``.
+
+    A loader need not know its length, so the strategy fetches one batch ahead if any hook asks for it. That costs the
+    memory of a batch. Looked up once, when the strategy is made.
+
+    Attributes
+    ----------
+    looks_ahead : bool
+        True asks for it.
+
+    Examples
+    --------
+    >>> from nvalchemi.training.stages import TrainingStage
+    >>> class Announce:
+    ...     frequency, stage, looks_ahead = 1, TrainingStage.BEFORE_BATCH, True
+    ...     def __call__(self, ctx, stage):
+    ...         if ctx.is_last_batch:
+    ...             print("the last one")
+    >>> isinstance(Announce(), LooksAhead)
+    True
+    """
+
+    looks_ahead: bool
+
+
+@runtime_checkable
+class PreparesLoader(Protocol):
+    """A hook that chooses what this process sees of the data, one rank among several for example.
+
+    A strategy asks it at the beginning of a run and before validation; what was evaluated is then added up over ranks.
+    """
+
+    def prepare_loader(self, loader: Any, *, training: bool) -> Iterable[Any]:
+        """Return what to iterate in place of `loader`, which may be `loader` itself; asked again, the same."""
 
 
 @runtime_checkable

@@ -54,7 +54,7 @@ class HookConformance(
         It has ``state_dict`` and ``load_state_dict``.
     transforms_loss : bool
         It returns another loss than it was given.
-    reads_grad, defers_veto : bool
+    reads_grad, defers_veto, decides_alike : bool
         As on the hook.
     sparse_gradients, low_precision : bool
         It takes sparse gradients; it takes weights in bfloat16.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from nvalchemi.training.model_spec import ModelSpec as ModelSpec
     from nvalchemi.training.model_spec import create_model_spec as create_model_spec
     from nvalchemi.training.optimizers import OptimizerConfig as OptimizerConfig
+    from nvalchemi.training.sharding import is_sharded as is_sharded
+    from nvalchemi.training.sharding import like_sharded as like_sharded
+    from nvalchemi.training.sharding import local_part as local_part
     from nvalchemi.training.stages import TrainingStage as TrainingStage
     from nvalchemi.training.strategy import TrainingStrategy as TrainingStrategy
     from nvalchemi.training.trace import HookTrace as HookTrace
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from nvalchemi.training.validation import Validation as Validation
     from nvalchemi.training.validation import ValidationResult as ValidationResult
     from nvalchemi_hooks_checkpoint import CheckpointHook as CheckpointHook
+    from nvalchemi_hooks_distributed import DDPHook as DDPHook
+    from nvalchemi_hooks_distributed import FSDPHook as FSDPHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
+    from nvalchemi_hooks_grad_accum import GradientAccumulationHook as GradientAccumulationHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
     from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook
@@ -51,8 +57,11 @@ __getattr__, __dir__ = door(
         "ValidationResult": "nvalchemi.training.validation",
         "bare_module": "nvalchemi.training.unwrap",
         "create_model_spec": "nvalchemi.training.model_spec",
+        "is_sharded": "nvalchemi.training.sharding",
+        "like_sharded": "nvalchemi.training.sharding",
         "load_checkpoint": "nvalchemi.training.checkpoint.models",
         "load_training": "nvalchemi.training.checkpoint.training",
+        "local_part": "nvalchemi.training.sharding",
         "save_checkpoint": "nvalchemi.training.checkpoint.models",
         "save_training": "nvalchemi.training.checkpoint.training",
         "take_snapshot": "nvalchemi.training.checkpoint.training",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "checked_length",
     "checked_models",
     "chosen_device",
+    "gathered",
     "global_rank",
     "length_of",
     "why_no_batches",
@@ -61,9 +63,11 @@ def chosen_device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         if not devices:
             raise ValueError("devices is empty; give a device, or leave it out so that models stay where they are.")
-        devices = devices[global_rank() % len(devices)]
+        devices = devices[local_rank() % len(devices)]
     try:
         device = torch.device(devices)
+        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", local_rank())
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # how torch says that it does not know or does not have it
         raise ValueError(
@@ -73,13 +77,37 @@ def chosen_device(devices: Any, models: Mapping[str, nn.Module]) -> torch.device
 
 
 def global_rank() -> int:
-    """Return the number of this process among all; 0 when there is one."""
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    """Return the number of this process among all; 0 when there is one.
+
+    Before there is a process group it is the one that ``torchrun`` tells, so that nothing is printed or written twice.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return _told("RANK")
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine, as ``torchrun`` tells it; else `global_rank`."""
+    return _told("LOCAL_RANK") if "LOCAL_RANK" in os.environ else global_rank()
+
+
+def _told(name: str) -> int:
+    told = os.environ.get(name, "") if "WORLD_SIZE" in os.environ else ""  # alone, RANK may be anybody's word
+    return int(told) if told.isdecimal() else 0
 
 
 def world_size() -> int:
     """Return how many processes train together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what each rank gives, in order; every rank has to ask. What is given is pickled."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

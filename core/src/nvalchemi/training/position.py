@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning
+from nvalchemi.training.look_ahead import Batches
 from nvalchemi.training.plain import host_copy
 from nvalchemi.training.rng import capture_rng, random_numbers_kept, restore_rng
 
@@ -39,9 +40,13 @@ class DataPosition:
     ----------
     validation_loader : iterable, optional
         What is validated on; it may have generators of its own.
+    looks_ahead : bool
+        Batches are fetched one ahead; see `Batches`.
 
     Attributes
     ----------
+    ahead : dict or None
+        The place before the batch that was fetched ahead and waits for its turn.
     in_pass : bool
         A pass has begun and is not over.
     ended : bool
@@ -67,8 +72,9 @@ class DataPosition:
     True
     """
 
-    def __init__(self, validation_loader: Iterable[Any] | None = None) -> None:
-        self._validation_loader = validation_loader
+    def __init__(self, validation_loader: Iterable[Any] | None = None, *, looks_ahead: bool = False) -> None:
+        self._validation_loader, self._looks_ahead = validation_loader, looks_ahead
+        self.ahead: dict[str, Any] | None = None
         self.in_pass = self.ended = self.in_batch = self.torn = False
         self.stepped = True
         self.steps_before = 0
@@ -89,7 +95,7 @@ class DataPosition:
         if self._pending is None:
             self.in_pass = self.ended = False  # the loader may be another one, so what was left is begun anew
             return
-        _restore_loader(loader, self._pending["loader"], begins=not self.in_pass)
+        _restore_loader(loader, (self.ahead or self._pending)["loader"], begins=not self.in_pass)
         if self._pending["running"]:
             restore_rng(self._pending["rng"])
         if not self.in_pass:
@@ -101,14 +107,14 @@ class DataPosition:
             self._left_loader = _loader_now(self._loader)
         self._loader, self._running = None, False
 
-    def begin(self, loader: Iterable[Any], steps: int) -> Iterator[Any]:
+    def begin(self, loader: Iterable[Any], steps: int) -> Batches:
         """Return the batches of a new pass, which begins after so many steps."""
-        self._pending = None
+        self._pending = self.ahead = None
         self._start = {"rng": capture_rng(), "loader": _loader_state(loader)}
         self.in_pass, self.ended, self.steps_before = True, False, steps
-        return iter(loader)
+        return Batches(iter(loader), self, looks_ahead=self._looks_ahead)
 
-    def resume(self, loader: Iterable[Any], done: int) -> Iterator[Any]:
+    def resume(self, loader: Iterable[Any], done: int) -> Batches:
         """Return the batches of the loaded pass that follow those that were trained on.
 
         Raises
@@ -122,9 +128,15 @@ class DataPosition:
         if not finds_place:
             restore_rng(self._start["rng"])
             _restore_loader(loader, self._start["loader"], begins=True)
-        batches = iter(loader)
+        source = iter(loader)
         if not finds_place:
-            _pass_over(batches, done, loader)
+            _pass_over(source, done, loader)
+        batches = Batches(source, self, looks_ahead=self._looks_ahead)
+        if self.ahead is not None:
+            restore_rng(self.ahead["rng"])
+            if not finds_place:
+                _restore_loader(loader, self.ahead["loader"], begins=False)
+            batches.fetch()
         self.resume_ended(loader)
         return batches
 
@@ -136,6 +148,17 @@ class DataPosition:
         restore_rng(self._pending["rng"])
         self._pending = None
 
+    def place(self) -> dict[str, Any]:
+        """Return random numbers and place in the data, as they are now; nothing is drawn."""
+        return {
+            "rng": capture_rng(),
+            "loader": self._left_loader if self._loader is None else _loader_now(self._loader),
+        }
+
+    def all_trained(self) -> None:
+        """Note that no batch is left, and AFTER_EPOCH follows."""
+        self.ended, self.ahead = True, None
+
     def end(self) -> None:
         """Note that the pass is over, its AFTER_EPOCH included."""
         self.in_pass = self.ended = False
@@ -145,7 +168,7 @@ class DataPosition:
     def batch(self) -> Iterator[None]:
         """Note that a batch is under way; a loaded position that nobody resumed is left for good."""
         if self._pending is not None:
-            self._pending, self.in_pass = None, False
+            self._pending, self.ahead, self.in_pass = None, None, False
         self.in_batch = self.torn = True
         try:
             yield
@@ -164,17 +187,14 @@ class DataPosition:
         """Return the position as plain data; no random number is drawn."""
         if self.torn:
             warnings.warn(_TORN, CheckpointWarning, stacklevel=4)
-        now = self._pending or {
-            "rng": capture_rng(),
-            "loader": self._left_loader if self._loader is None else _loader_now(self._loader),
-            "running": self._running,
-        }
+        now = self._pending or {**self.place(), "running": self._running}
         return {
             "in_pass": self.in_pass,
             "ended": self.ended,
             "stepped": self.stepped,
             "steps_before": self.steps_before,
             "start": self._start if self.in_pass else None,
+            "ahead": self.ahead if self.in_pass else None,
             "validation": _loader_state(self._validation_loader),
             "now": now,
         }
@@ -185,6 +205,7 @@ class DataPosition:
         self.in_pass, self.ended, self.in_batch, self.torn = state["in_pass"], state["ended"], False, False
         self.stepped, self.steps_before = state["stepped"], state["steps_before"]
         self._start, self._pending = state["start"], dict(state["now"])
+        self.ahead = state.get("ahead")  # states of 0.1 have none
         self._left_loader = self._pending["loader"]
         restore_rng(self._pending["rng"])
 

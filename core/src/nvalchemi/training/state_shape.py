@@ -50,8 +50,9 @@ def check_state(state: Mapping[str, Any]) -> None:
     check_shape(state["run"], _RUN, "run")
     position = state["position"]
     check_shape(position, _POSITION, "position")
-    for name in ("start", "now"):
-        if position[name] is not None:
+    check_shape(position.get("ahead"), (_PLACE, None), "position['ahead']")  # states of 0.1 have none
+    for name in ("start", "now", "ahead"):
+        if position.get(name) is not None:
             check_rng(position[name]["rng"], f"position[{name!r}]['rng']")
 
 

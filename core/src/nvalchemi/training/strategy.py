@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from nvalchemi.errors import NoProgressError
 from nvalchemi.hooks.context import TrainContext
-from nvalchemi.hooks.protocols import ProvidesAveragedModel, ProvidesInferenceContext
+from nvalchemi.hooks.protocols import LooksAhead, PreparesLoader, ProvidesAveragedModel, ProvidesInferenceContext
 from nvalchemi.training.arguments import (
     checked_callable,
     checked_length,
@@ -26,15 +26,18 @@ from nvalchemi.training.assembly import assemble
 from nvalchemi.training.batches import move_to, scalar_loss
 from nvalchemi.training.hook_states import HookStates
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
+from nvalchemi.training.look_ahead import Batches
 from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
+from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths
 from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.stages import TrainingStage
 from nvalchemi.training.step_count import StepCount
 from nvalchemi.training.strategy_state import load_into, state_of
 from nvalchemi.training.tally import Tally
+from nvalchemi.training.unwrap import unreplicated
 from nvalchemi.training.validation import (
     Validation,
     ValidationResult,
@@ -142,7 +145,10 @@ class TrainingStrategy:
         self.validation_result: ValidationResult | None = None
         self._goal: int | None = None  # of the run that is under way, or was interrupted
         self._validated_at: int | None = None
-        self._position = DataPosition(validation.loader if validation is not None else None)
+        self._position = DataPosition(
+            validation.loader if validation is not None else None,
+            looks_ahead=any(hook.looks_ahead for hook in self._assembly.providers(LooksAhead)),
+        )
         self._is_set_up = False
 
     @property
@@ -196,6 +202,8 @@ class TrainingStrategy:
                 f"run(loader) got a {type(loader).__name__} ({loader!r}); give a list of batches or a DataLoader."
             )
         self.setup()
+        loader = self._part_of(loader, training=True)
+        refuse_other_lengths(loader)
         if self._goal is None:
             self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
         with ExitStack() as stack:
@@ -211,13 +219,15 @@ class TrainingStrategy:
             self._dispatch(TrainingStage.AFTER_TRAINING)
         self._goal = None
 
-    def train_batch(self, batch: Any) -> TrainContext:
+    def train_batch(self, batch: Any, *, is_last_batch: bool = False) -> TrainContext:
         """Take one batch through every stage from BEFORE_BATCH to AFTER_BATCH.
 
         Parameters
         ----------
         batch : Any
             A tensor, a mapping or sequence of batches, or an object with ``.to(device)``.
+        is_last_batch : bool
+            No other batch follows in this pass: what was accumulated is stepped with it.
 
         Returns
         -------
@@ -228,6 +238,7 @@ class TrainingStrategy:
         batch = move_to(batch, self.device)
         dispatch = self.registry.dispatch
         with self._position.batch(), self._context(batch) as ctx:
+            ctx.is_last_batch = is_last_batch
             dispatch(ctx, TrainingStage.BEFORE_BATCH)
             dispatch(ctx, TrainingStage.BEFORE_FORWARD)
             predictions = self._predict(ctx.models, batch)
@@ -328,6 +339,7 @@ class TrainingStrategy:
         with self._context(None) as ctx:
             ctx.models = dict(self.models)
             self.registry.dispatch(ctx, TrainingStage.SETUP)
+        refuse_other_hooks(self._assembly.named_hooks())
         built = [
             config.build(ctx.models[key], key) for key, configs in self.optimizer_configs.items() for config in configs
         ]
@@ -352,12 +364,25 @@ class TrainingStrategy:
             for hook in self._assembly.providers(ProvidesInferenceContext):
                 stack.enter_context(hook.inference_context(self.device))
             stack.enter_context(random_numbers_kept())  # what is trained does not depend on how often it is evaluated
-            losses, batches = evaluate(lambda batch: self._predict(models, batch), self.loss_fn, loader, self.device)
+            part = self._part_of(loader, training=False)
+            losses, batches = evaluate(
+                lambda batch: self._predict(models, batch),
+                self.loss_fn,
+                part,
+                self.device,
+                over_ranks=bool(self._assembly.providers(PreparesLoader)),
+            )
         self.validation_result = result = ValidationResult(losses, weights=used, batches=batches)
         for scheduler in self.lr_schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(result["loss"])
         return result
+
+    def _part_of(self, loader: Iterable[Any], *, training: bool) -> Iterable[Any]:
+        """Return what this process sees of a loader."""
+        for hook in self._assembly.providers(PreparesLoader):
+            loader = hook.prepare_loader(loader, training=training)
+        return loader
 
     @functools.cached_property
     def _hook_states(self) -> HookStates:
@@ -370,7 +395,7 @@ class TrainingStrategy:
         else:
             if not self._train_pass(loader, progress):
                 return
-            position.ended = True
+            position.all_trained()
             self._dispatch(TrainingStage.AFTER_EPOCH)
         self.epoch += 1
         position.end()
@@ -383,7 +408,7 @@ class TrainingStrategy:
         if self._stops_inside(loader):  # a state taken at the last step was loaded
             return False
         for batch in batches:
-            self._train_and_look(batch, tally, progress)
+            self._train_and_look(batch, batches.is_last, tally, progress)
             del batch  # before the loader makes the next one
             if self._stops_inside(loader):
                 return False
@@ -393,7 +418,7 @@ class TrainingStrategy:
             raise NoProgressError(tally.no_progress())
         return True
 
-    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any]) -> Batches:
         """Return the batches of a new pass, or those that are left of a loaded one."""
         if not self._position.resumes:
             self.epoch_step_count = 0
@@ -407,8 +432,8 @@ class TrainingStrategy:
         """Whether the goal is reached in the middle of a pass."""
         return bool(self.num_steps) and self._is_done() and self.epoch_step_count != length_of(loader)
 
-    def _train_and_look(self, batch: Any, tally: Tally, progress: RunProgress) -> None:
-        ctx = self.train_batch(batch)
+    def _train_and_look(self, batch: Any, is_last: bool, tally: Tally, progress: RunProgress) -> None:
+        ctx = self.train_batch(batch, is_last_batch=is_last)
         ctx.when_resolved(tally.count)
         plan = self.validation
         if plan is not None and plan.every_steps and self._steps.may_be_multiple_of(plan.every_steps):
@@ -443,6 +468,7 @@ class TrainingStrategy:
         ctx = TrainContext(
             batch=batch,
             models=self.models,
+            trained=self.optimizer_configs.keys(),
             optimizers=self._optimizers,
             lr_schedulers=self._lr_schedulers,
             validation=self.validation_result,
@@ -467,7 +493,7 @@ class TrainingStrategy:
         return self.training_fn(main if len(models) == 1 else models, batch)
 
     def _weights(self, wanted: Weights) -> tuple[dict[str, nn.Module], str]:
-        models, used = dict(self.models), "live"
+        models, used = {key: unreplicated(model) for key, model in self.models.items()}, "live"
         if checked_weights(wanted) != "live":
             averaging = self._assembly.providers(ProvidesAveragedModel)
             if wanted == "averaged" and not averaging:

@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-__all__ = ["bare_module"]
+__all__ = ["bare_module", "unreplicated"]
 
 
 def bare_module(module: nn.Module) -> nn.Module:
@@ -38,6 +38,13 @@ def bare_module(module: nn.Module) -> nn.Module:
             module = module.get_submodule("_orig_mod")
         else:
             return module
+
+
+def unreplicated(module: nn.Module) -> nn.Module:
+    """Return a module without ``DistributedDataParallel`` around it, whose forward would wait for other ranks."""
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from nvalchemi.training.arguments import gathered
 from nvalchemi.training.batches import move_to, scalar_loss
 
 __all__ = ["Validation", "ValidationResult", "Weights", "averaged_module", "checked_weights", "evaluate"]
@@ -81,9 +83,14 @@ def checked_weights(weights: Weights) -> Weights:
 
 
 def evaluate(
-    predict: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], device: torch.device
+    predict: Callable[[Any], Any],
+    loss_fn: Callable[[Any, Any], Any],
+    loader: Iterable[Any],
+    device: torch.device,
+    *,
+    over_ranks: bool = False,
 ) -> tuple[dict[str, float], int]:
-    """Return mean losses over a loader, and the number of batches.
+    """Return mean losses over a loader, and the number of batches; of all ranks together if each evaluates a part.
 
     It runs without gradients; a model that differentiates to predict, forces for example, opens
     ``torch.enable_grad()`` itself. Losses are added up on the device and read once.
@@ -103,9 +110,19 @@ def evaluate(
                 value = value.detach().to(torch.float64 if value.device.type != "mps" else torch.float32)
                 sums[name] = sums[name] + value if name in sums else value
             batches += 1
+    totals = {name: float(total) for name, total in sums.items()}
+    if over_ranks:
+        totals, batches = _added_up(totals, batches)
     if not batches:
         raise ValueError("The validation loader gave no batches; give one that holds data.")
-    return {name: float(total) / batches for name, total in sums.items()}, batches
+    return {name: total / batches for name, total in totals.items()}, batches
+
+
+def _added_up(totals: dict[str, float], batches: int) -> tuple[dict[str, float], int]:
+    """Return the same of all ranks together, the same on each; one may have had no batch."""
+    parts = gathered((totals, batches))
+    names = dict.fromkeys(name for part, _ in parts for name in part)
+    return {name: math.fsum(part.get(name, 0.0) for part, _ in parts) for name in names}, sum(n for _, n in parts)
 
 
 def averaged_module(provider: Any) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from nvalchemi_hooks_ema import kernels
+from nvalchemi_hooks_ema.sharding import is_fully_sharded, sharded_copy
 
 __all__ = ["ExponentialAverage", "averaged_copy", "finished"]
 
@@ -49,7 +50,8 @@ def averaged_copy(source: nn.Module, *, decay: float, use_buffers: bool) -> Aver
     """Return an `AveragedModel` around a deep copy of a module, with nothing averaged yet.
 
     Unlike ``copy.deepcopy`` it takes modules that hold tensors with a graph (old-style weight norm and spectral norm,
-    cached activations): the copy holds their values without the graph.
+    cached activations): the copy holds their values without the graph. Of a module that FSDP2 has sharded the copy is
+    sharded in the same way.
 
     Parameters
     ----------
@@ -71,7 +73,7 @@ def averaged_copy(source: nn.Module, *, decay: float, use_buffers: bool) -> Aver
     Linear(in_features=2, out_features=1, bias=True)
     """
     averaged = AveragedModel(nn.Identity(), multi_avg_fn=ExponentialAverage(decay), use_buffers=use_buffers)
-    averaged.module = _deep_copy(source)
+    averaged.module = _copied(source, sharded_copy if is_fully_sharded(source) else _deep_copy)
     return averaged
 
 
@@ -102,8 +104,13 @@ def finished(averaged: AveragedModel, builder: str) -> AveragedModel:
 
 
 def _deep_copy(source: nn.Module) -> nn.Module:
+    copied: nn.Module = copy.deepcopy(source, _values_of_graph_tensors(source))
+    return copied
+
+
+def _copied(source: nn.Module, way: Callable[[nn.Module], nn.Module]) -> nn.Module:
     try:
-        return copy.deepcopy(source, _values_of_graph_tensors(source))
+        return way(source)
     except Exception as error:  # whatever a module's attributes raise when copied; it stays the cause
         raise RuntimeError(
             f"EMAHook cannot copy the model {type(source).__name__}: {_what_refuses(source)} refuses a deep copy "

@@ -8,9 +8,15 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from nvalchemi.training import is_sharded, local_part
+
 __all__ = ["Fingerprint"]
 
 _address: Callable[[Any], int] = Tensor.data_ptr
+
+
+def _local_address(tensor: Tensor) -> int:
+    return local_part(tensor).data_ptr()
 
 
 class Fingerprint:
@@ -44,7 +50,8 @@ class Fingerprint:
         self._odd = [slot[name] for slot, name in odd]
         held = [value for slot in self._held for value in slot.values() if isinstance(value, Tensor)]
         self._tensors = held if located is None else located
-        self._addresses = list(map(_address, self._tensors))
+        self._locate = _local_address if any(map(is_sharded, self._tensors)) else _address
+        self._addresses = list(map(self._locate, self._tensors))
 
     @classmethod
     def of_first_parameter(cls, module: nn.Module) -> Self:
@@ -62,7 +69,7 @@ class Fingerprint:
         return (
             same
             and all(map(is_, map(getitem, *self._odd_places), self._odd))
-            and list(map(_address, self._tensors)) == self._addresses
+            and list(map(self._locate, self._tensors)) == self._addresses
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
+from nvalchemi.training import is_sharded, local_part
 from nvalchemi_hooks_ema import kernels
 from nvalchemi_hooks_ema.fingerprint import Fingerprint
 from nvalchemi_hooks_ema.offers import Offers
@@ -24,7 +26,8 @@ class Plan:
     source, averaged : torch.nn.Module
         The live model and the averaged one.
     pairs : sequence of Pair
-        Their tensors, in line with each other in device and dtype.
+        Their tensors, in line with each other in device and dtype. Of those that are spread over ranks the parts that
+        this rank holds are averaged.
     accumulators : mapping of str to torch.Tensor
         The float32 averages of those pairs that are in low precision, by name.
     weight : float
@@ -48,7 +51,9 @@ class Plan:
         accumulators: Mapping[str, Tensor],
         weight: float,
     ) -> None:
-        self.offers = Offers(pairs, accumulators, weight)
+        self.offers = Offers([pair for pair in pairs if not is_sharded(pair.live)], accumulators, weight)
+        pairs = [_local(pair) for pair in pairs]
+        accumulators = {name: local_part(accumulator) for name, accumulator in accumulators.items()}
         low = [(pair.name, accumulators[pair.name], pair) for pair in pairs if pair.name in accumulators]
         self.rounded = [(name, accumulator, pair.average) for name, accumulator, pair in low]
         self.rounded_averages = [average for _, _, average in self.rounded]
@@ -93,3 +98,9 @@ class Plan:
             *kernels.blending_rounded(low, self._weight),
             *kernels.copying(copied),
         ]
+
+
+def _local(pair: Pair) -> Pair:
+    return (
+        replace(pair, average=local_part(pair.average), live=local_part(pair.live)) if is_sharded(pair.live) else pair
+    )

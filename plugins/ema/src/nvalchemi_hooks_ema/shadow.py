@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from nvalchemi.training import like_sharded, local_part
 from nvalchemi_hooks_ema.offers import Offered, taken_names
 from nvalchemi_hooks_ema.pairing import Pair, named_tensors, pair_up, prefix_between
 from nvalchemi_hooks_ema.plan import Plan
+from nvalchemi_hooks_ema.sharding import is_fully_sharded, put_back, refuse_other_layout
 from nvalchemi_hooks_ema.state import plain_copy, refuse_other_weights, renamed
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Shadow:
     _plan: Plan | None
     _counted: tuple[Tensor, int] | None  # n_averaged, and its version when it was known to be above 0
     _written: list[int]  # the versions of the rounded tensors when they matched their accumulators
+    _is_sharded = False
     _offered: list[Offered]  # what may have been averaged along with the step
 
     def __init__(self, averaged: AveragedModel, *, decay: float, use_buffers: bool) -> None:
@@ -74,11 +77,14 @@ class Shadow:
         """
         self._accept_writes()
         self._drop_wrapper(source)
+        put_back(self.averaged)
+        put_back(source)
         pairs = pair_up(self.averaged.module, source, use_buffers=self._use_buffers)
         self.averaged.eval().requires_grad_(False)
         for pair in pairs:
             self._align(pair)
         self._plan = Plan(source, self.averaged.module, pairs, self.accumulators, self._weight)
+        self._is_sharded = is_fully_sharded(self.averaged)
         self._note_writes()
 
     @property
@@ -122,6 +128,8 @@ class Shadow:
             There is none for a copy: an average that `is_fresh` has to know whether the step was executed.
         """
         taken = self._take_offered()
+        if self._is_sharded:  # a copy of the user's own may have stayed gathered when it was called
+            put_back(self.averaged)
         plan = self._fitting_plan(source)
         self._accept_writes()
         for call in plan.copying if self.is_fresh else plan.blending(taken):
@@ -164,9 +172,9 @@ class Shadow:
         precise = {**averaged_model_state, **{_INNER + name: value for name, value in accumulators.items()}}
         state = renamed(precise, known, below=_INNER)
         refuse_other_weights(state, needed, known)
-        self.averaged.load_state_dict({name: state[name] for name in needed})
+        self.averaged.load_state_dict({name: like_sharded(state[name], needed[name]) for name in needed})
         for name, accumulator in self.accumulators.items():
-            accumulator.copy_(state.get(_INNER + name, accumulator))
+            accumulator.copy_(like_sharded(state.get(_INNER + name, accumulator), accumulator))
         self._note_writes()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,6 +230,7 @@ class Shadow:
 
     def _align(self, pair: Pair) -> None:
         average, live = pair.average, pair.live
+        refuse_other_layout(pair.name, average, live)
         precise = self.accumulators.pop(pair.name, average.detach())
         if pair.blended and live.dtype in _LOW_PRECISION:
             self.accumulators[pair.name] = precise.to(live.device, torch.float32)
@@ -232,5 +241,5 @@ class Shadow:
 
 def _cannot_be_written(average: Tensor, live: Tensor) -> bool:
     """Whether writing the average would write the live tensor, or one element through another (an expanded tensor)."""
-    shared = average.data_ptr() == live.data_ptr() != 0
+    shared = local_part(average).data_ptr() == local_part(live).data_ptr() != 0
     return shared or any(step == 0 and size > 1 for step, size in zip(average.stride(), average.shape, strict=True))

@@ -85,6 +85,7 @@ class GradientClipHook(TrainingUpdateHook):
     priority: ClassVar[int] = UpdatePriority.CLIP
     reads_grad = False  # an instance with a finite clip_value sets it
     defers_veto = True
+    decides_alike = True
 
     def __init__(
         self,

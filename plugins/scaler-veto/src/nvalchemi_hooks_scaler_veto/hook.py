@@ -71,6 +71,7 @@ class GradScalerVetoHook(TrainingUpdateHook):
     priority: ClassVar[int] = UpdatePriority.CHECK_FINITE
     reads_grad = False
     defers_veto = True
+    decides_alike = True
 
     def __init__(self, *, max_consecutive_skips: int | None = 25) -> None:
         limit = max_consecutive_skips

@@ -35,6 +35,7 @@ class TritonHook(TrainingUpdateHook):
     name: ClassVar[str] = "triton"
     reads_grad = False
     defers_veto = True
+    decides_alike = True
 
     def __init__(self) -> None:
         self._executor = OnePassExecutor()

@@ -63,6 +63,7 @@ class Checks:
     transforms_loss: ClassVar[bool] = False
     reads_grad: ClassVar[bool] = True
     defers_veto: ClassVar[bool] = False
+    decides_alike: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
     low_precision: ClassVar[bool] = True
     supports_cuda: ClassVar[bool] = False

@@ -19,6 +19,7 @@ class DeclarationChecks(Checks):
         actual = {"stateful": isinstance(hook, CheckpointableHook)}
         if isinstance(hook, TrainingUpdateHook):
             actual["defers_veto"] = hook.defers_veto
+            actual["decides_alike"] = hook.decides_alike
             actual["reads_grad"] = hook.reads_grad
             own = type(hook).transform_loss is not TrainingUpdateHook.transform_loss
             # Who overrides __call__ may transform the loss there, and only the author knows.

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator as TrainingUpdateOrchestrator
     from nvalchemi.training.hooks.plan import AverageOffer as AverageOffer
     from nvalchemi.training.hooks.plan import OptimizerPlan as OptimizerPlan
+    from nvalchemi.training.hooks.shared import Shared as Shared
     from nvalchemi.training.hooks.stepping import StepOutcome as StepOutcome
     from nvalchemi.training.hooks.update import AlwaysVeto as AlwaysVeto
     from nvalchemi.training.hooks.update import PassThrough as PassThrough
     from nvalchemi.training.hooks.update import TrainingUpdateHook as TrainingUpdateHook
     from nvalchemi.training.hooks.update import UpdatePriority as UpdatePriority
     from nvalchemi_hooks_checkpoint import CheckpointHook as CheckpointHook
+    from nvalchemi_hooks_distributed import DDPHook as DDPHook
+    from nvalchemi_hooks_distributed import FSDPHook as FSDPHook
     from nvalchemi_hooks_ema import EMAHook as EMAHook
+    from nvalchemi_hooks_grad_accum import GradientAccumulationHook as GradientAccumulationHook
     from nvalchemi_hooks_grad_clip import GradientClipHook as GradientClipHook
     from nvalchemi_hooks_loss_scaling import LossScalingHook as LossScalingHook
     from nvalchemi_hooks_loss_scaling import MixedPrecisionHook as MixedPrecisionHook
@@ -40,6 +44,7 @@ __getattr__, __dir__ = door(
         "OptimizerPlan": "nvalchemi.training.hooks.plan",
         "PassThrough": "nvalchemi.training.hooks.update",
         "Reading": "nvalchemi.training.hooks.decision",
+        "Shared": "nvalchemi.training.hooks.shared",
         "StepOutcome": "nvalchemi.training.hooks.stepping",
         "TrainingUpdateHook": "nvalchemi.training.hooks.update",
         "TrainingUpdateOrchestrator": "nvalchemi.training.hooks.orchestrator",

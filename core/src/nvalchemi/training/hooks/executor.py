@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from nvalchemi.training.hooks import fused_adam
 from nvalchemi.training.hooks.plan import OptimizerPlan
+from nvalchemi.training.sharding import any_sharded, local_part, local_parts, placed_alike
 
 __all__ = ["StockExecutor", "code_around_step", "nobody_around", "why_not_folded"]
 
@@ -28,6 +29,9 @@ def why_not_folded(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]
         return code
     if any(gradient.dtype != torch.float32 for gradient in gradients):
         return "gradients are not float32"
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any_sharded(own) and not placed_alike(own, [p.grad for p in own]):
+        return "gradients are not spread over the ranks as their parameters are"
     return ""
 
 
@@ -46,7 +50,8 @@ class StockExecutor:
 
     The first step of an optimizer goes through its ``step()``, which makes its state; so does every step that somebody
     hooks into. Afterwards the same kernel is called on lists that are kept: through the public functional form, or, for
-    Adam and AdamW on tensors of one kind, by itself (`fused_adam`).
+    Adam and AdamW on tensors of one kind, by itself (`fused_adam`). Of parameters that are spread over ranks every rank
+    steps the part it holds, in the same way.
     Everything else is refused, and so is a veto on the device where there is no complete state to be left alone.
     """
 
@@ -88,6 +93,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._parameters: Sequence[Tensor] | None = None
+        self._sharded = False
         self._groups: list[dict[str, Any]] = []
         self._states: list[dict[str, Any]] = []
         self._lists: list[tuple[list[Tensor], list[dict[str, Any]], bool, tuple[Any, ...]]] = []
@@ -104,6 +110,7 @@ class _Kept:
             and all(map(is_, state.values(), self._states))  # load_state_dict makes new ones
             and all(_switches(group) == switches for group, (*_, switches) in zip(groups, self._lists, strict=True))
             and nobody_around(optimizer)
+            and (not self._sharded or placed_alike(parameters, [p.grad for p in parameters]))  # type: ignore[misc]
         )
 
     def follows(self, optimizer: Any, parameters: Sequence[Tensor]) -> bool:
@@ -117,8 +124,8 @@ class _Kept:
             needed = _ALGORITHMS[type(optimizer)].needs(group)
             if any(name not in one or one[name] is None for one in states for name in needed):
                 return False
-            lists.append((own, states, fused_adam.are_alike(own), _switches(group)))
-        self._lists, self._parameters = lists, parameters
+            lists.append((own, states, fused_adam.are_alike(local_parts(own)), _switches(group)))
+        self._lists, self._parameters, self._sharded = lists, parameters, any_sharded(parameters)
         self._groups = optimizer.param_groups
         self._states = list(optimizer.state.values())
         return True
@@ -130,7 +137,16 @@ class _Kept:
             for group, (own, states, alike, _) in zip(plan.optimizer.param_groups, self._lists, strict=True):
                 if own:
                     grads = [p.grad for p in own]
-                    run(group, own, grads, states, alike, grad_scale=plan.divisor, found_inf=plan.veto_flag)
+                    lists = _local(own, grads, states) if self._sharded else (own, grads, states)  # type: ignore[arg-type]
+                    run(group, *lists, alike, grad_scale=plan.divisor, found_inf=plan.veto_flag)
+
+
+def _local(
+    own: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+) -> tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]:
+    """Return what this rank holds of parameters, gradients and state; the arithmetic goes element by element."""
+    held = [{name: local_part(value) for name, value in state.items()} for state in states]
+    return local_parts(own), local_parts(grads), held
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nvalchemi.training.hooks.members import Members
+from nvalchemi.training.hooks.spread import from_total, over_ranks, share_of, total_of
+from nvalchemi.training.sharding import local_part
 
 __all__ = ["OptimizerGradients", "combine_norms"]
 
@@ -41,13 +43,16 @@ class OptimizerGradients:
         Its parameters.
     """
 
-    scale: Tensor | None = None  # the loss scale, while it is pending
+    scale: Tensor | None = None  # what true gradients are divided by, while it is pending: loss scale, normaliser
+    normaliser: Tensor | None = None  # the latter alone, pending or done
     divisor: Tensor | None = None  # what hooks have asked for, while it is pending
     clipped: Tensor | None = None  # the product of all that hooks have asked for, pending or done
     largest_divisor = 1.0  # what `clipped` can be at most
     holds_inf: bool | None = None  # whether the backward pass left inf or nan, agreed over all ranks
     found_here = False  # the same, of this rank alone
     left_undivided = False  # who stepped has read the gradients and left them as they were
+    is_spread = False  # every rank holds a part of them
+    asking = False  # every rank asks for the same norms now
     division = ""  # how pending divisors reached the optimizer, once it has stepped
     _peak: Tensor | None = None
     _divided: Tensor | None = None  # what was divided out of .grad since the norms were measured
@@ -61,6 +66,11 @@ class OptimizerGradients:
         self.collect()
 
     @property
+    def double(self) -> bool:
+        """Whether any of them is in double precision."""
+        return self._members.double
+
+    @property
     def parameters(self) -> list[Tensor]:
         """All parameters of the optimizer."""
         return self._members.parameters
@@ -68,10 +78,13 @@ class OptimizerGradients:
     def collect(self) -> None:
         """Look at ``.grad`` anew: somebody may have changed or replaced gradients."""
         self.with_grad, self.tensors = self._members.with_grad()  # the latter as dense real tensors that hold something
-        if not (self._members.plain and _are_usual(self.tensors)):
+        if self._members.spread:
+            self._collect_parts()
+        elif not (self._members.plain and _are_usual(self.tensors)):
             self.tensors = [values for values in map(_values, self.with_grad) if values.numel() > 0]
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
-        self.holds_any = bool(self.tensors)  # also once they are released
+        self.are_there = bool(self.with_grad if self.is_spread else self.tensors)
+        self.holds_any = self.are_there  # also once they are released
         self._norms.clear()
         self._divided = None
 
@@ -89,13 +102,13 @@ class OptimizerGradients:
 
     def release(self) -> None:
         """Let go of the gradients themselves."""
-        self.tensors, self.with_grad, self._seen = [], [], []
+        self.tensors, self.with_grad, self._seen, self.are_there = [], [], [], False
 
     def peak(self) -> Tensor:
         """Return a norm that is finite just where all gradients were when the backward pass left them: 0-dim."""
         if self._peak is None:
             # A double sum of squares can overflow.
-            self._peak = self._raw_norm(math.inf if self._members.double else 2.0)
+            self._peak = self._raw_norm(math.inf if self._members.double and not self.is_spread else 2.0)
         return self._peak
 
     def norm(self, kind: float) -> Tensor:
@@ -124,6 +137,13 @@ class OptimizerGradients:
         else:
             self.divisor = by if self.divisor is None else self.divisor * by
             self.clipped = by if self.clipped is None else self.clipped * by
+        self._product = None
+
+    def normalise(self, by: Tensor, at_most: float) -> None:
+        """Have true gradients be those divided by `by`; unlike clipping, that shows in norms before clipping."""
+        self.largest_divisor *= at_most
+        self.normaliser = by if self.normaliser is None else self.normaliser * by
+        self.scale = by if self.scale is None else self.scale * by
         self._product = None
 
     def pending(self) -> Tensor | None:
@@ -161,11 +181,11 @@ class OptimizerGradients:
             self._settled(pending)
             self.scale = self.divisor = self._product = None
 
-    def settle_scale(self) -> None:
-        """Note that somebody else has divided the loss scale out of ``.grad``."""
+    def settle_scale(self, loss_scale: Tensor) -> None:
+        """Note that somebody else has divided the loss scale out of ``.grad``; a normaliser stays to be divided."""
         if self.scale is not None:
-            self._settled(self.scale)
-            self.scale = self._product = None
+            self._settled(loss_scale)
+            self.scale, self._product = self.normaliser, None
 
     def settle_division(self) -> None:
         """Note that the optimizer's own pass has divided everything pending out of ``.grad``."""
@@ -174,6 +194,36 @@ class OptimizerGradients:
             self._settled(pending)
             self.scale = self.divisor = self._product = None
 
+    # Gradients that are spread over ranks.
+
+    def total_here(self, device: torch.device) -> Tensor:
+        """Return the sum of squares of what this rank holds, to be added up over ranks: 0-dim."""
+        return total_of(self._norms_here(2.0), 2.0, device)
+
+    def take_total(self, total: Tensor) -> None:
+        """Take the sum of squares over all ranks; until hooks have decided they may ask for other norms too."""
+        self._norms[2.0] = self._peak = from_total(total, 2.0)
+        self.asking = True
+
+    def _collect_parts(self) -> None:
+        self.is_spread, parts = True, []
+        self._shares: list[float] = []
+        for parameter in self.with_grad:
+            grad = parameter.grad
+            assert grad is not None
+            part = local_part(grad).detach()
+            if part.numel() > 0:
+                parts.append(torch.view_as_real(part) if part.is_complex() else part)
+                self._shares.append(share_of(grad))
+        self.tensors = parts
+
+    def _norms_here(self, kind: float) -> list[tuple[float, Tensor]]:
+        """Return the norms of what this rank holds, by what it counts among the ranks."""
+        groups: dict[float, list[Tensor]] = {}
+        for share, tensor in zip(self._shares, self.tensors, strict=True):
+            groups.setdefault(share, []).append(tensor)
+        return [(share, _norm_in(group, kind, None, exact=True)) for share, group in groups.items()]
+
     def _settled(self, pending: Tensor) -> None:
         if self._norms:
             self._divided = pending if self._divided is None else self._divided * pending
@@ -181,7 +231,10 @@ class OptimizerGradients:
     def _raw_norm(self, kind: float) -> Tensor:
         """Return the norm of what lies in ``.grad``, pending factors included."""
         if kind not in self._norms:
-            norm = _norm(self.tensors, kind, self._members.device)
+            if self.is_spread:
+                norm = over_ranks(self._norms_here(kind), kind, self.device, asking=self.asking)
+            else:
+                norm = _norm(self.tensors, kind, self._members.device)
             self._norms[kind] = norm if self._divided is None else norm * self._divided
         return self._norms[kind] if self._divided is None else self._norms[kind] / self._divided
 

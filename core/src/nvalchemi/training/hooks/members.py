@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nvalchemi.training.sharding import any_sharded
+
 __all__ = ["Members", "Roster"]
 
 
@@ -27,6 +29,8 @@ class Members:
         All of them are float32.
     plain : bool
         All of them are real and hold something.
+    spread : bool
+        Of any of them each rank holds a part.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -38,6 +42,7 @@ class Members:
         self.double = torch.float64 in dtypes
         self.single = dtypes == {torch.float32}
         self.plain = not any(p.is_complex() or p.numel() == 0 for p in self.parameters)
+        self.spread = any_sharded(self.parameters)
         self._with_grad = self.parameters
 
     def hold(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -93,8 +93,9 @@ class _TorchInterface:
         if any(gradients is other for other in self._unscaled):
             return
         self._unscaled.append(gradients)
+        loss_scale = self.scale_on(gradients.device)
         self._scaler.unscale_(gradients.optimizer)
-        gradients.settle_scale()
+        gradients.settle_scale(loss_scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step through the scaler, which keeps a record of it."""
@@ -102,7 +103,7 @@ class _TorchInterface:
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """Call ``update`` so that the scale does what the window deserves."""
-        device = self._unscaled[0].tensors[0].device if self._unscaled else torch.device("cpu")
+        device = self._unscaled[0].device if self._unscaled else torch.device("cpu")
         if found_inf is None:
             if self._unscaled:  # a window is open; given a new scale, update() ends it without growth
                 self._scaler.update(self._scaler.scale(torch.ones((), device=device)))

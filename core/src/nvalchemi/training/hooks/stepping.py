@@ -13,7 +13,6 @@ from nvalchemi.training.hooks.decision import Veto
 from nvalchemi.training.hooks.executor import why_not_folded
 from nvalchemi.training.hooks.gradients import OptimizerGradients
 from nvalchemi.training.hooks.pending import HostMirror
-from nvalchemi.training.hooks.ranks import Ranks
 from nvalchemi.training.hooks.window import UpdateWindow
 
 __all__ = ["OptimizerOutcome", "StepOutcome", "Waiting", "attempt_step", "attempt_without_waiting", "step_schedulers"]
@@ -102,7 +101,8 @@ def attempt_step(ctx: TrainContext, window: UpdateWindow, resolution: str = "bef
         What happened. With a veto nothing moved.
     """
     window.resolve()
-    Ranks(window).agree()
+    if window.ranks is not None:
+        window.ranks.agree()
     return _carry_out(ctx, window, window.gradients, [], resolution)
 
 
@@ -114,21 +114,25 @@ def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutc
     Waiting or StepOutcome
         A step whose outcome is still to come; or the outcome, with the reason in ``resolution``.
     """
-    ranks = Ranks(window)
-    obstacle = _why_at_once(window, ranks) or ranks.why_at_once()
+    ranks = window.ranks
+    obstacle = _why_at_once(window) or ("" if ranks is None else ranks.why_at_once())
     if obstacle:
         return attempt_step(ctx, window, f"at once: {obstacle}")
     everybody = window.gradients
-    chosen = [gradients for gradients in everybody if gradients.tensors]
-    common, own = ranks.agree_on_device(*window.fold())
+    chosen = [gradients for gradients in everybody if gradients.are_there]
+    common, own = window.fold()
+    if ranks is not None:
+        common, own = ranks.agree_on_device(common, own)
     flag = _all_of(own)
     numbers, take = window.ask()
-    mirror = HostMirror([*numbers, *ranks.votes])
+    mirror = HostMirror([*numbers, *(() if ranks is None else ranks.votes)])
 
     def know() -> None:
         values = mirror.read()
         take(values[: len(numbers)])
-        ranks.take(values[len(numbers) :])
+        if ranks is not None:
+            ranks.take(values[len(numbers) :])
+            ranks.check(together=False)
 
     for place, (gradients, veto_flag) in enumerate(zip(chosen, own, strict=True)):
         if veto_flag is None:
@@ -193,18 +197,18 @@ def _why_not(window: UpdateWindow, gradients: OptimizerGradients) -> str:
     return "gradients are not finite" if gradients.holds_inf else ""
 
 
-def _why_at_once(window: UpdateWindow, ranks: Ranks) -> str:
+def _why_at_once(window: UpdateWindow) -> str:
     """Return why the host has to know before the step, or does so anyway; empty if it has not."""
     scaler, deferred = window.scaler, window.decision.deferred
     if window.vetoed:
         return "a hook has vetoed"
-    if not any(gradients.tensors for gradients in window.gradients):
+    if not any(gradients.are_there for gradients in window.gradients):
         return "there is no gradient"
     if scaler is not None and not scaler.folds:
         return "the scaler unscales by itself"
     if scaler is not None and not all(one.found_inf for one in deferred):
         return "a veto on finite gradients leaves the loss scale as it is"
-    if scaler is None and not window.decision.waits and not ranks.several:
+    if scaler is None and not window.decision.waits and (window.ranks is None or window.ranks.alike):
         return "nothing is left to decide"
     return ""
 

@@ -84,6 +84,10 @@ class TrainingUpdateHook:
         there: `TrainingUpdateOrchestrator.explain` says so then, and a veto of it is an error.
     defers_veto : bool
         It can live with a decision that is still on the device, and may call ``ctx.defer_veto``.
+    decides_alike : bool
+        Given what all ranks know (``ctx.grad_norm``, norms of ``ctx.window``, whether gradients are finite, what was
+        shared by ``ctx.share``, and its own settings), every rank comes to the same decision. If every hook that may
+        veto says so, ranks that reduce their gradients need not exchange votes before the step.
 
     Examples
     --------
@@ -101,6 +105,7 @@ class TrainingUpdateHook:
     may_veto = True
     reads_grad = True
     defers_veto = False
+    decides_alike = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -227,6 +232,7 @@ class AlwaysVeto(TrainingUpdateHook):
     """
 
     reads_grad = False
+    decides_alike = True
 
     def before_optimizer_step(self, ctx: TrainContext, *, will_skip: bool) -> bool:
         """Veto."""

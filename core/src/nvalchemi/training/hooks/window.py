@@ -1,4 +1,4 @@
-"""The arithmetic of one window on its gradients: norms, divisors, vetoes, and when they become real."""
+"""What hooks ask of one window, and what they say to it: norms, divisors, vetoes, readings, averages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.errors import HookConflictError, HookContractError
-from nvalchemi.training.hooks.decision import Decision, Reading, Veto, fold_flags, read_together
-from nvalchemi.training.hooks.executor import StockExecutor, code_around_step, nobody_around, why_not_folded
-from nvalchemi.training.hooks.gradients import OptimizerGradients, combine_norms
+from nvalchemi.training.hooks.carrying_out import Carrier
+from nvalchemi.training.hooks.decision import Decision, Reading, Veto, read_together
+from nvalchemi.training.hooks.deferring import checked_deferrer, checked_scalar
+from nvalchemi.training.hooks.folding import fold
+from nvalchemi.training.hooks.gradients import OptimizerGradients
 from nvalchemi.training.hooks.members import Roster
-from nvalchemi.training.hooks.plan import AverageOffer, OptimizerPlan
-from nvalchemi.training.hooks.scaling import drive
-from nvalchemi.training.unwrap import bare_module
+from nvalchemi.training.hooks.plan import AverageOffer
+from nvalchemi.training.hooks.shared import Shared, too_late
+from nvalchemi.training.hooks.window_gradients import WindowGradients
 
 if TYPE_CHECKING:
-    from nvalchemi.hooks.protocols import UpdateExecutor
+    from nvalchemi.training.hooks.ranks import RanksOfWindow
+    from nvalchemi.training.hooks.scaling import ScalerDriver
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 __all__ = ["UpdateWindow"]
 
-_ROOMY = torch.finfo(torch.float32).max * (1 - 2.0**-16)  # also where factors and product have been rounded
 _OVERFLOW = Veto("loss scale", "loss scale times clipping factor overflows, so that gradients would be divided to zero")
 
 
@@ -40,77 +41,58 @@ class UpdateWindow:
         Whose gradients these are.
     scaler : object, optional
         Who scaled the loss; see `nvalchemi.hooks.GradientScaler`.
-    executors : sequence of UpdateExecutor
-        Who is asked to carry out a step, in this order, before the core's own.
-    stock : StockExecutor, optional
-        The core's own, with the lists that it keeps from window to window.
+    carrier : Carrier, optional
+        Who steps the optimizers, with the lists that are kept from window to window.
     roster : Roster, optional
         The parameters of the optimizers, looked at once.
     """
 
     begun = True  # optimizers and scaler are known
     closed = False
-    unscaled = False  # the loss scale has been taken out of some gradients
     voting = False  # deferred vetoes count now
     at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
     noted: str | None = None
-    _has_voted = False
-    _changed = False  # a hook may have changed gradients
-    _gradients: list[OptimizerGradients] | None = None
-    _grad_norm: Tensor | None = None
-    _device = torch.device("cpu")
+    shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
+    exchanged = False  # what ranks share is known
+    ranks: RanksOfWindow | None = None  # with whom it was exchanged; None: this is the only one
     _flag: Tensor | None = None  # the folded veto, while a step that took it along is pending
-    _resolve_pending: Callable[[], Any] | None = None
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: Any = None,
-        executors: Sequence[UpdateExecutor] = (),
-        stock: StockExecutor | None = None,
+        carrier: Carrier | None = None,
         roster: Roster | None = None,
     ) -> None:
-        self.optimizers = optimizers
-        self.given_scaler = scaler
-        self.scaler = drive(scaler) if scaler is not None else None
         self.decision = Decision()
-        self._measured: list[tuple[Tensor, list[OptimizerGradients]]] = []  # norms handed out, and of what they are
-        self._executors, self._stock = executors, stock or StockExecutor()
-        self._roster = roster or Roster()
-        self._chosen: list[OptimizerGradients] = []
+        self._gradients = WindowGradients(optimizers, scaler, roster or Roster())
+        self._carrier = carrier or Carrier()
         self._offers: list[AverageOffer] = []
 
     @property
-    def knows_grad_norm(self) -> bool:
-        """Whether `grad_norm` has been measured."""
-        return self._grad_norm is not None
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers whose gradients these are."""
+        return self._gradients.optimizers
+
+    @property
+    def scaler(self) -> ScalerDriver | None:
+        """Who drives the loss scaler in this window."""
+        return self._gradients.scaler
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether the loss scale has been taken out of some gradients."""
+        return self._gradients.unscaled
 
     @property
     def gradients(self) -> list[OptimizerGradients]:
         """What there is for each optimizer, in the order of ``ctx.optimizers``."""
-        if self._gradients is None:
-            self._gradients = [OptimizerGradients(one, self._roster.members(one)) for one in self.optimizers]
-            self._look_at_gradients()
-            if self.scaler is not None:
-                self._refuse_shared()
-                for gradients in self._chosen:
-                    gradients.scale = self.scaler.scale_on(gradients.device)
-            if not self._has_voted:  # plain hooks may still change them
-                for gradients in self._gradients:
-                    gradients.remember()
-        return self._gradients
-
-    def _look_at_gradients(self) -> None:
-        """Note which optimizers have gradients, and where norms and flags of all of them meet."""
-        self._chosen = [gradients for gradients in self._gradients or () if gradients.tensors]
-        self._device = self._chosen[0].device if self._chosen else torch.device("cpu")
+        return self._gradients.everybody
 
     @property
     def device(self) -> torch.device:
         """Where norms and flags of all optimizers meet."""
-        if self._gradients is None:
-            _ = self.gradients
-        return self._device
+        return self._gradients.device
 
     # What hooks ask for.
 
@@ -130,10 +112,7 @@ class UpdateWindow:
             0-dim; float64 if gradients are, else float32. 0.0 where there is no gradient, inf or nan where an element
             is not finite. The loss scale costs no range, and neither does the sum of squares.
         """
-        chosen = self._with_gradients(optimizer)
-        norm = combine_norms([gradients.norm(norm_type) for gradients in chosen], norm_type, self.device)
-        self._measured.append((norm, chosen))
-        return norm
+        return self._gradients.norm(norm_type, optimizer)
 
     def divide(self, by: Tensor, *, optimizer: int | None = None, at_most: float = math.inf) -> None:
         """Have the gradients divided by a 0-dim tensor, together with whatever else is pending.
@@ -148,46 +127,49 @@ class UpdateWindow:
             What it cannot be above, if that is known: a step that is decided on the device is then spared the check
             that its product with the loss scale is finite.
         """
-        chosen = self._with_gradients(optimizer)
-        self._refuse_shared()
-        for gradients in chosen:
-            gradients.divide(by.to(gradients.device), at_most)
+        self._gradients.divide(by, optimizer, at_most)
+
+    def normalise(self, by: float | Tensor, *, at_most: float = math.inf) -> None:
+        """Have the gradients divided by what the window holds, so that a sum over batches becomes a mean.
+
+        It belongs to what true gradients are, as the loss scale does and a clipping factor does not: ``ctx.gradients``,
+        ``ctx.grad_norm`` and every norm hold it from now on. It is divided out together with whatever else is pending.
+        Called again, it divides by the product.
+
+        Parameters
+        ----------
+        by : float or torch.Tensor
+            Above 0; a tensor is 0-dim and floating. From DO_BACKWARD on, until hooks have decided on the step.
+        at_most : float
+            What a tensor cannot be above, if that is known.
+        """
+        self._gradients.normalise(by, at_most if isinstance(by, Tensor) else by)
 
     def nonfinite(self) -> Tensor:
         """Return 1.0 if any gradient holds an inf or a nan, else 0.0: float32, 0-dim, on the device, exact."""
-        peaks = [gradients.peak() for gradients in self._with_gradients()]
-        return fold_flags([], peaks, self.device) if peaks else torch.zeros((), device=self.device)
+        return self._gradients.nonfinite()
 
     def materialise(self) -> None:
         """Divide what is pending out of ``.grad``: a reader needs true gradients there."""
-        for gradients in self._with_gradients():
-            self._unscale(gradients)
-            gradients.materialise()
+        self._gradients.materialise()
 
     def tensors(self, *, optimizer: int | None = None) -> list[Tensor]:
         """Return the gradients as they lie in ``.grad``: the values of sparse ones, complex ones as real pairs."""
-        return [tensor for gradients in self._with_gradients(optimizer) for tensor in gradients.tensors]
+        return [tensor for gradients in self._gradients.chosen(optimizer) for tensor in gradients.tensors]
+
+    @property
+    def knows_grad_norm(self) -> bool:
+        """Whether `grad_norm` has been measured."""
+        return self._gradients.knows_grad_norm
 
     @property
     def grad_norm(self) -> Tensor:
         """The global L2 norm of the true gradients before clipping: 0-dim."""
-        if self._grad_norm is None:
-            norms = [gradients.norm_before_clipping() for gradients in self._with_gradients()]
-            self._grad_norm = combine_norms(norms, 2.0, self.device)
-        return self._grad_norm
+        return self._gradients.grad_norm
 
     def named_gradients(self, models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """Return the unscaled gradients by parameter name; see `TrainContext.gradients`."""
-        scales = {id(p): g.scale for g in self.gradients if g.scale is not None for p in g.parameters}
-        owned = {id(parameter) for gradients in self.gradients for parameter in gradients.parameters}
-        named: dict[str, Tensor] = {}
-        for key, model in models.items():
-            prefix = f"{key}." if len(models) > 1 else ""
-            for name, parameter in bare_module(model).named_parameters():
-                if parameter.grad is not None and id(parameter) in owned:
-                    grad, scale = parameter.grad.detach(), scales.get(id(parameter))
-                    named[prefix + name] = grad if scale is None else grad / scale.to(grad.device)
-        return named
+        return self._gradients.named(models)
 
     # Vetoes and readings.
 
@@ -203,19 +185,18 @@ class UpdateWindow:
 
     def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto`."""
-        hook = self._deferring(reason)
-        self.decision.defer(hook, reason, _scalar(flag, hook), found_inf=found_inf)
+        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        self.decision.defer(hook, reason, checked_scalar(flag, hook), found_inf=found_inf)
 
     def defer_veto_above(self, value: object, limit: float, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto_above`."""
-        hook = self._deferring(reason)
-        self.decision.defer_above(hook, reason, _scalar(value, hook), limit, found_inf=found_inf)
+        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        self.decision.defer_above(hook, reason, checked_scalar(value, hook), limit, found_inf=found_inf)
 
     def defer_veto_nonfinite(self, reason: str) -> None:
         """See `TrainContext.defer_veto_nonfinite`."""
-        hook = self._deferring(reason)
-        peaks = [gradients.peak() for gradients in self._with_gradients()]
-        self.decision.defer_nonfinite(hook, reason, peaks)
+        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        self.decision.defer_nonfinite(hook, reason, self._gradients.peaks())
 
     def note_veto(self, reason: str) -> None:
         """See `TrainContext.note_veto`."""
@@ -226,9 +207,16 @@ class UpdateWindow:
         reason, self.noted = self.noted, None
         self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
 
+    def share(self, value: float | Tensor) -> Shared:
+        """See `TrainContext.share`."""
+        if self.exchanged:
+            raise too_late()
+        self.shared = (*self.shared, one := Shared(value))
+        return one
+
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
-        own = any(tensor is norm for norm, _ in self._measured)  # nobody changes these
+        own = any(tensor is norm for norm, _ in self._gradients.measured)  # nobody changes these
         return self.decision.read_later(tensor if own else tensor.detach().clone())  # what it holds now
 
     def offer_average(
@@ -239,7 +227,7 @@ class UpdateWindow:
         accumulators: Sequence[Tensor] | None = None,
     ) -> AverageOffer | None:
         """See `TrainContext.offer_average`."""
-        if not self._executors:
+        if not self._carrier.executors:
             return None
         self._offers.append(offer := AverageOffer(averages, live, weight, accumulators))
         return offer
@@ -248,46 +236,26 @@ class UpdateWindow:
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
-        self.optimizers = optimizers
-        if scaler is not self.given_scaler:
-            self.given_scaler, self.scaler = scaler, drive(scaler)
+        self._gradients.adopt(optimizers, scaler)
         self.begun = True
 
     def follow(self, scaler: Any) -> None:
         """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
-        if scaler is None or scaler is self.given_scaler:
-            return
-        if self.unscaled:
-            raise HookContractError(
-                f"ctx.grad_scaler became a {type(scaler).__name__} after gradients were unscaled; "
-                "set it at BEFORE_BATCH."
-            )
-        self.adopt(self.optimizers, scaler)
-        self._gradients = self._grad_norm = None
-
-    def begin_voting(self) -> None:
-        """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
-        self.voting = self._has_voted = True
-        if self._gradients is not None and any(gradients.have_changed() for gradients in self._gradients):
-            self.refresh()
+        self._gradients.follow(scaler)
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
-        if not self.unscaled:
-            self._gradients = self._grad_norm = None
+        self._gradients.refresh()
+
+    def begin_voting(self) -> None:
+        """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
+        self.voting = True
+        self._gradients.stop_watching()
+        self.exchanged = True
 
     def reread(self) -> None:
         """Look at ``.grad`` anew, after a hook that may have changed it; found-inf stays what backward left."""
-        measured = self._with_gradients()
-        if measured and all(gradients.knows_norm for gradients in measured):
-            _ = self.grad_norm  # it stays what it was before the change
-        for gradients in measured:
-            if self.scaler is not None:
-                gradients.peak()
-            gradients.collect()
-        self._look_at_gradients()
-        self._measured.clear()
-        self._changed = True
+        self._gradients.reread()
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
@@ -297,9 +265,9 @@ class UpdateWindow:
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers on which the step depends, and who takes their values once the host knows them."""
-        scaled = self._with_gradients() if self.scaler is not None else []
-        measured = [gradients for gradients in scaled if gradients.holds_inf is None]
-        products = [gradients.pending_product() for gradients in scaled if gradients.has_product]
+        divided = self._gradients.chosen() if self.scaler is not None or self._gradients.normalisers else []
+        measured = [gradients for gradients in divided if gradients.holds_inf is None and self.scaler is not None]
+        products = [gradients.pending_product() for gradients in divided if gradients.has_product]
         deferred, take_deferred = self.decision.ask()
 
         def take(values: Sequence[float]) -> None:
@@ -314,67 +282,27 @@ class UpdateWindow:
         return [*deferred, *(gradients.peak() for gradients in measured), *products], take
 
     def fold(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return all vetoes as one flag, and the flag of each optimizer that has gradients, in which it may differ.
-
-        A flag is float32, 0-dim, exactly 0 or 1; None where nothing can veto.
-        """
-        deferred, chosen, bounded = self.decision.deferred, self._with_gradients(), self._bounded()
-        spared = all(any(gradients is one for one in bounded) for gradients in chosen)
-        counted = [one for one in deferred if not (one.nonfinite and spared)]
-        products = [g.pending_product() for g in chosen if g.has_product and not self._fits(g)]
-        common = fold_flags(counted, products, self.device) if counted or products else None
-        if self.scaler is None or spared or any(one.nonfinite for one in deferred):
-            return common, [common] * len(chosen)
-        own = [fold_flags([], [gradients.peak()], self.device) for gradients in chosen]
-        return common, list(own) if common is None else [torch.maximum(common, flag) for flag in own]
+        """Return all vetoes as one flag, and the flag of each optimizer that has gradients; see `folding.fold`."""
+        return fold(self.decision, self._gradients)
 
     def step(self, gradients: OptimizerGradients) -> None:
         """Step one optimizer for certain, on true gradients; one that divides by itself does so in its own pass."""
-        if self.execute(gradients, None):
-            return
-        self._unscale(gradients)
-        gradients.materialise()
-        if self.scaler is None:
-            gradients.optimizer.step()
-        else:
-            self.scaler.step(gradients.optimizer)
+        self._carrier.step(gradients, self._gradients, self._offers)
 
-    def execute(self, gradients: OptimizerGradients, veto_flag: Tensor | None, *, alone: bool = False) -> bool:
-        """Have an executor step one optimizer, under a veto that is still on the device or none at all.
+    def execute(self, gradients: OptimizerGradients, veto_flag: Tensor, *, alone: bool = False) -> bool:
+        """Have an executor step one optimizer under a veto that is still on the device.
 
         Averages do not go along with a step that may be held back `alone`: they follow whatever steps.
         """
-        optimizer, pending = gradients.optimizer, gradients.pending()
-        if self.scaler is not None and not self.scaler.folds:
-            obstacle = "the scaler unscales by itself"
-        elif not (obstacle := code_around_step(optimizer)):
-            divisor = None if pending is None else pending.to(torch.float32)
-            flag = veto_flag if veto_flag is None else veto_flag.to(gradients.device)
-            offers = () if alone else tuple(self._offers)
-            plan = OptimizerPlan(optimizer, gradients.with_grad, divisor, flag, offers)
-            others = self._executors if nobody_around(optimizer) else ()
-            for executor in (*others, self._stock):
-                if executor.execute(plan):
-                    gradients.left_undivided = executor is not self._stock
-                    by = "" if executor is self._stock else f" by {type(executor).__name__}"
-                    gradients.division = f"folded{by}" if by or pending is not None else ""
-                    if veto_flag is None:
-                        self.settle_division(gradients)
-                    return True
-            obstacle = why_not_folded(optimizer, gradients.tensors)
-        gradients.division = f"plain: {obstacle}" if pending is not None else ""
-        return False
+        return self._carrier.execute(gradients, self._gradients, () if alone else self._offers, veto_flag)
 
     def settle_division(self, gradients: OptimizerGradients) -> None:
-        """Note that the step of one optimizer has divided what was pending out of its gradients, if it writes them."""
-        if gradients.left_undivided:
-            return
-        self.unscaled |= self.scaler is not None
-        gradients.settle_division()
+        """Note that a step under a veto was taken, so that what was pending is divided out of its gradients."""
+        self._carrier.settle_division(gradients, self._gradients)
 
     def await_outcome(self, veto_flag: Tensor | None, resolve: Callable[[], Any] | None) -> None:
         """Have `resolve` called before anybody looks at gradients again: what they are depends on the outcome."""
-        self._flag, self._resolve_pending = veto_flag, resolve
+        self._flag, self._gradients.before_looking = veto_flag, resolve
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """End the window, and the scaler's with it; ending it twice is harmless."""
@@ -383,82 +311,11 @@ class UpdateWindow:
         self.closed = True
         if self.scaler is not None:
             if found_inf is True:
-                for gradients in self._with_gradients():
+                for gradients in self._gradients.chosen():
                     if gradients.holds_inf:
-                        self._unscale(gradients)  # so that torch's scaler has a record of the inf
+                        self._gradients.unscale(gradients)  # so that torch's scaler has a record of the inf
             self.scaler.close(found_inf)
 
     def release(self) -> None:
         """Let go of the gradients, for whoever keeps the context of this window."""
-        for gradients in self._gradients or ():
-            gradients.release()
-        self._chosen = []
-
-    def _deferring(self, reason: str) -> TrainingUpdateHook:
-        """Return the hook at work, which must be one that may defer a veto, here and now."""
-        hook = self.at_work
-        if hook is None or not hook.defers_veto:
-            who = (
-                "Code outside an update hook" if hook is None else f"{type(hook).__name__}, whose defers_veto is False,"
-            )
-            raise HookContractError(
-                f"{who} called defer_veto(reason={reason!r}); set `defers_veto = True` on the hook, or return False."
-            )
-        if not hook.may_veto:
-            raise HookContractError(
-                f"{type(hook).__name__}, whose may_veto is False, called defer_veto(reason={reason!r}); leave may_veto "
-                "out, or do not veto."
-            )
-        if not self.voting:
-            raise HookContractError(
-                f"{type(hook).__name__} deferred a veto where nobody acts on it: outside before_optimizer_step, or "
-                "in a window that is still open (ctx.window_complete is False)."
-            )
-        return hook
-
-    def _bounded(self) -> list[OptimizerGradients]:
-        """Return the gradients that are finite if no deferred veto on a norm of theirs counts."""
-        if self._changed:  # what a hook has made of them says nothing of what the backward pass left
-            return []
-        numbers = [number for one in self.decision.deferred if not one.nonfinite for number in one.numbers]
-        return [g for norm, chosen in self._measured if any(norm is number for number in numbers) for g in chosen]
-
-    def _fits(self, gradients: OptimizerGradients) -> bool:
-        """Return whether loss scale times divisor is finite whatever happens."""
-        return self.scaler is not None and self.scaler.largest * gradients.largest_divisor <= _ROOMY
-
-    def _refuse_shared(self) -> None:
-        if len(self.optimizers) == 1:
-            return
-        owners: dict[int, int] = {}
-        for place, gradients in enumerate(self._gradients or ()):
-            for parameter in gradients.parameters:
-                if owners.setdefault(id(parameter), place) != place:
-                    raise HookConflictError(
-                        f"A parameter of shape {tuple(parameter.shape)} is in optimizer {owners[id(parameter)]} and "
-                        f"in optimizer {place}, so it would be unscaled and clipped twice; give each parameter one "
-                        "optimizer."
-                    )
-
-    def _unscale(self, gradients: OptimizerGradients) -> None:
-        if self.scaler is not None:
-            gradients.peak()  # found-inf is decided on what the backward pass left
-            self.unscaled = True
-            self.scaler.unscale(gradients)
-
-    def _with_gradients(self, optimizer: int | None = None) -> list[OptimizerGradients]:
-        if self._resolve_pending is not None:
-            self._resolve_pending()
-        gradients = self.gradients
-        if optimizer is None:
-            return self._chosen
-        return [gradients[optimizer]] if gradients[optimizer].tensors else []
-
-
-def _scalar(number: object, hook: object) -> Tensor:
-    if not isinstance(number, Tensor) or number.dim() != 0:
-        got = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, Tensor) else repr(number)
-        raise HookContractError(
-            f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
-        )
-    return number.detach() if number.requires_grad else number
+        self._gradients.release()
