@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from nvalchemi.training import TrainingStage
 
 from .runs import (
+    ACCUMULATED,
     CLIP_VALUE,
     GAMMA,
     GROWTH_INTERVAL,
@@ -34,6 +36,7 @@ _BEFORE_BACKWARD = {
 }  # fmt: skip
 _BEFORE_STEP = {("plain", TrainingStage.AFTER_BACKWARD), ("plain", TrainingStage.BEFORE_OPTIMIZER_STEP)}
 _FRESH = {
+    "accum": {"batches": 0},
     "ema": {"updates": 0},
     "clip": {"clipped": 0, "measured": 0},
     "veto": {"in a row": 0, "in all": 0},
@@ -86,6 +89,7 @@ class Book:
         self.kept: dict[str, Numbers | None] = {"w": None, "b": None}
         self.open = False
         self.torn = False
+        self.torn_window = False
         self.outcome: dict[str, Any] | None = None
         self.step_count = self.batch_count = self.epoch_step_count = self.epoch = 0
         self.goal: int | None = None
@@ -94,12 +98,19 @@ class Book:
 
     # A batch, stage by stage.
 
-    def train(self, step: Step) -> Expected:
+    def train(self, step: Step, *, is_last: bool = False) -> Expected:
         """Take one batch; return what must be seen of it."""
         if self.pending:
             self.pending = self.in_pass = False
         self.torn = True
         expected = Expected()
+        counted = self.hooks.get("accum")
+        if counted is not None:
+            if self.torn_window:  # a batch of it was left in its middle
+                counted["batches"], self.open = 0, False
+                self.kept = {"w": None, "b": None}
+            self.torn_window = True
+            step = dataclasses.replace(step, open=counted["batches"] + 1 < ACCUMULATED and not is_last)
         expected.raises = self._until_step(step, expected) or self._step(step, expected) or ""
         if not expected.raises:
             expected.raises = "Boom" if step.fault == ("plain", TrainingStage.AFTER_BATCH) else ""
@@ -137,12 +148,16 @@ class Book:
         if step.open:
             self.open, self.outcome = True, {"skipped": True, "open": True, "vetoes": set(), "found_inf": False}
             raises = "Boom" if step.fault == ("update", "after_optimizer_step") else ""
+            self._accumulated(1)
             self._count(False)
             return raises or self._fault_after_step(step)
         self.open = False
         self.outcome = {"skipped": True, "open": False, "vetoes": set(), "found_inf": False}
         if step.fault == ("update", "before_optimizer_step"):
             return "Boom"
+        if "accum" in self.hooks:
+            count = self.hooks["accum"]["batches"] + 1
+            self.kept = {name: g and [x / count for x in g] for name, g in self.kept.items()}
         effective = self._agree(step, expected)
         if not self.outcome["skipped"]:
             for place in self.outcome["moved"]:
@@ -175,9 +190,9 @@ class Book:
         if step.veto not in ("", "deferred no"):
             vetoes.add("probe")
         if any_inf:
-            vetoes |= {name for name in ("veto", "clip") if name in hooks}
+            vetoes |= {name for name in ("accum", "veto", "clip") if name in hooks}
         outcome["found_inf"] = (step.veto == "deferred inf" and settings.probe_defers) or (
-            any_inf and (settings.scales or bool({"veto", "clip"} & hooks))
+            any_inf and settings.guarded
         )
         moved = set() if vetoes else finite if settings.scales else there
         outcome["moved"] = sorted(moved)
@@ -243,8 +258,14 @@ class Book:
                 for w, m, v in zip(decayed, first, second, strict=True)
             ]
 
+    def _accumulated(self, batches: int) -> None:
+        self.torn_window = False
+        if "accum" in self.hooks:
+            self.hooks["accum"]["batches"] = batches and self.hooks["accum"]["batches"] + batches
+
     def _after_step(self, step: Step) -> str:
         """Have hooks react and count, in their order; return what is raised."""
+        self._accumulated(0)
         late = self.settings.probe_priority > 50
         fault = step.fault == ("update", "after_optimizer_step")
         assert self.outcome is not None
@@ -310,8 +331,8 @@ class Book:
                     self.epoch_step_count = 0
                     keep(TrainingStage.BEFORE_EPOCH)
                     self.in_pass, self.ended, self.steps_before = True, False, self.step_count
-                for step in todo:
-                    batches.append(self.train(step))
+                for place, step in enumerate(todo):
+                    batches.append(self.train(step, is_last=place == len(todo) - 1))
                     if batches[-1].raises:
                         return end(batches[-1].raises)
                     if step.save is not None:

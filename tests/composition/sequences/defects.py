@@ -8,9 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from nvalchemi.hooks.context import HookContext
-from nvalchemi.training import EMAHook, GradScalerVetoHook, strategy_state
+from nvalchemi.training import EMAHook, GradientAccumulationHook, GradScalerVetoHook, strategy_state
 from nvalchemi.training import strategy as strategy_module
 from nvalchemi.training.hooks import TrainingUpdateOrchestrator, conductor, stepping
+from nvalchemi.training.hooks.window import UpdateWindow
 from nvalchemi.training.step_count import StepCount
 from nvalchemi_hooks_loss_scaling.scaler import LossScaler
 
@@ -127,3 +128,9 @@ def vetoes_on_the_device_do_not_count(patch):
 @_defect
 def every_batch_begins_a_window(patch):
     patch.setattr(conductor, "_OPEN", conductor._SKIPPED)
+
+
+@_defect
+def a_load_forgets_how_much_a_window_holds(patch):
+    real = GradientAccumulationHook.load_state_dict
+    patch.setattr(GradientAccumulationHook, "load_state_dict", lambda self, state: real(self, {**state, "batches": 0}))

@@ -182,7 +182,7 @@ class StrategyMachine(RuleBasedStateMachine):
     def _allowed(self, step: Step) -> Step:
         """Return a batch that this run can be given: nobody sees to an inf in a run without hooks that do."""
         book = self.book
-        changes: dict[str, Any] = {"open": step.open and book.settings.accumulates}
+        changes: dict[str, Any] = {"open": step.open and book.settings.accumulates == "told"}
         if not book.settings.guarded:
             changes["w"] = tuple(x if math.isfinite(x) else 1.0 for x in step.w)
             changes["b"] = step.b if step.b is None or math.isfinite(step.b) else 1.0

@@ -53,7 +53,8 @@ class Probe(TrainingUpdateHook):
         """Keep the window open, if the batch says so."""
         self._facts.append(Facts(ctx.batch.step))
         self._fail(ctx, "before_batch")
-        ctx.window_complete = not ctx.batch.step.open
+        if ctx.batch.step.open:
+            ctx.window_complete = False
         return True
 
     def transform_loss(self, ctx, loss):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nvalchemi.errors import CheckpointWarning
 from nvalchemi.training import (
     EMAHook,
+    GradientAccumulationHook,
     GradientClipHook,
     GradScalerVetoHook,
     LossScalingHook,
@@ -32,6 +33,7 @@ LEARNING_RATES = {"sgd": 0.25, "momentum": 0.125, "adam": 0.125, "adamw": 0.125}
 GAMMA, WEIGHT_DECAY = 0.9, 0.25
 MAX_NORM = {"norm": 1.0, "value": 2.0, "per_optimizer": 1.0}
 CLIP_VALUE = 0.75
+ACCUMULATED = 2
 INIT_SCALE, GROWTH_INTERVAL, MIN_SCALE, MAX_SCALE = 8.0, 2, 0.5, 64.0
 
 Seen = dict[str, Any]
@@ -85,6 +87,7 @@ def make_hooks(settings: Settings) -> dict[str, Any]:
             "fp16": lambda: MixedPrecisionHook("fp16", **scaling),
             "bf16": lambda: MixedPrecisionHook("bf16"),
         }[settings.scaling],
+        "accum": lambda: GradientAccumulationHook(steps=ACCUMULATED),
         "veto": lambda: GradScalerVetoHook(max_consecutive_skips=settings.limit),
     }
     return {name: make() for name, make in makers.items() if name in settings.hooks}
@@ -259,6 +262,7 @@ class StrategyRun:
 _COUNTS = {
     "ema": lambda hook: {"updates": hook.num_updates, "averaged": int(hook.get_averaged_model().n_averaged)},
     "clip": lambda hook: {"clipped": hook.clipped_steps, "measured": hook.measured_steps},
+    "accum": lambda hook: {"batches": hook.batches},
     "veto": lambda hook: {"in a row": hook.consecutive_skips, "in all": hook.total_skips},
     "scaling": lambda hook: (
         {} if hook.scaler is None else {"scale": hook.scaler.get_scale(), "good": hook.scaler.state_dict().get("growth_tracker", 0)}

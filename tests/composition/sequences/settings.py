@@ -30,7 +30,7 @@ class Settings:
     probe_priority: int = 60
     probe_reads: bool = False
     probe_defers: bool = True
-    accumulates: bool = True
+    accumulates: str = "told"  # "no", "told" by the batch, or "counted" by the official hook
     hooks: frozenset[str] = frozenset(OPTIONAL)
 
     @property
@@ -46,7 +46,7 @@ class Settings:
     @property
     def guarded(self) -> bool:
         """Whether anybody sees to it that no optimizer steps on an inf."""
-        return self.scales or bool({"clip", "veto"} & self.hooks)
+        return self.scales or bool({"accum", "clip", "veto"} & self.hooks)
 
     def with_hooks(self, hooks: frozenset[str], **changes: object) -> Settings:
         """Return the same run with other hooks."""
@@ -105,13 +105,15 @@ def settings() -> st.SearchStrategy[Settings]:
         probe_priority=st.sampled_from([15, 35, 60]),
         probe_reads=st.booleans(),
         probe_defers=st.booleans(),
-        accumulates=st.booleans(),
-        hooks=st.frozensets(st.sampled_from(OPTIONAL), min_size=1).map(lambda some: some),
+        accumulates=st.sampled_from(["no", "told", "counted"]),
+        hooks=st.frozensets(st.sampled_from(OPTIONAL), min_size=1),
     ).map(_composable)
 
 
 def _composable(drawn: Settings) -> Settings:
-    """Autocast wants parameters in float32."""
+    """Return what fits together: autocast wants parameters in float32."""
+    if drawn.accumulates == "counted":
+        drawn = dataclasses.replace(drawn, hooks=drawn.hooks | {"accum"})
     return drawn if drawn.dtype == "float32" or drawn.scaling in ("dynamic", "static") else dataclasses.replace(
         drawn, scaling="dynamic"
     )
