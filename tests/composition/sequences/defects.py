@@ -27,7 +27,9 @@ def _defect(break_it: Break) -> Break:
 @_defect
 def schedulers_move_on_a_skip(patch):
     real = stepping.step_schedulers
-    patch.setattr(stepping, "step_schedulers", lambda schedulers, optimizers, moved: real(schedulers, optimizers, optimizers))
+    patch.setattr(
+        stepping, "step_schedulers", lambda schedulers, optimizers, moved: real(schedulers, optimizers, optimizers)
+    )
 
 
 @_defect

@@ -71,7 +71,11 @@ class StrategyMachine(RuleBasedStateMachine):
         book = self.book
         done = book.epoch_step_count if book.pending and book.in_pass and not book.ended else 0
         passes = [Step()] * done + [self._allowed(step) for step in drawn]
-        if save_after < len(drawn) and passes[done + save_after].fault is None and not any(step.open for step in passes):
+        if (
+            save_after < len(drawn)
+            and passes[done + save_after].fault is None
+            and not any(step.open for step in passes)
+        ):
             passes[done + save_after] = dataclasses.replace(passes[done + save_after], save=TrainingStage.AFTER_BATCH)
         self.run.save_at = set() if any(step.open for step in passes) else save_at
         raises, expected, books = book.run(passes, self.run.save_at)
@@ -144,7 +148,11 @@ class StrategyMachine(RuleBasedStateMachine):
         step = self._allowed(step)
         drawn = torch.get_rng_state()
         loss, used = self.run.evaluate(step, weights)
-        averaged = weights == "auto" and self.book.hooks.get("ema", {}).get("updates", 0) > 0 and "ema" in self.book.settings.hooks
+        averaged = (
+            weights == "auto"
+            and self.book.hooks.get("ema", {}).get("updates", 0) > 0
+            and "ema" in self.book.settings.hooks
+        )
         values = self.run.seen()["average" if averaged else "live"]
         terms = [v * x for name in ("w", "b") for v, x in zip(values[name], step.gradients[name] or [], strict=False)]
         assert used == ("averaged" if averaged else "live")

@@ -76,7 +76,12 @@ class Line(nn.Module):
 def make_hooks(settings: Settings) -> dict[str, Any]:
     """Return the official hooks of a run, by the short names that settings use."""
     decay, every, start = settings.ema
-    scaling = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL, "min_scale": MIN_SCALE, "max_scale": MAX_SCALE}
+    scaling = {
+        "init_scale": INIT_SCALE,
+        "growth_interval": GROWTH_INTERVAL,
+        "min_scale": MIN_SCALE,
+        "max_scale": MAX_SCALE,
+    }
     clip = {"max_norm": MAX_NORM[settings.clip], "per_optimizer": settings.clip == "per_optimizer"}
     makers = {
         "ema": lambda: EMAHook(decay=decay, update_every=every, start_step=start),
@@ -264,12 +269,14 @@ _COUNTS = {
     "clip": lambda hook: {"clipped": hook.clipped_steps, "measured": hook.measured_steps},
     "accum": lambda hook: {"batches": hook.batches},
     "veto": lambda hook: {"in a row": hook.consecutive_skips, "in all": hook.total_skips},
-    "scaling": lambda hook: (
-        {} if hook.scaler is None else {"scale": hook.scaler.get_scale(), "good": hook.scaler.state_dict().get("growth_tracker", 0)}
-    ),
-}  # fmt: skip
+    "scaling": lambda hook: _scale_of(hook.scaler),
+}
+
+
+def _scale_of(scaler: Any) -> dict[str, Any]:
+    state = scaler and scaler.state_dict()
+    return {"scale": state["scale"], "good": state.get("growth_tracker", 0)} if state else {}
 
 
 def _numbers(tensor: Tensor) -> list[float]:
     return tensor.detach().reshape(-1).tolist()
-

@@ -114,8 +114,10 @@ def _composable(drawn: Settings) -> Settings:
     """Return what fits together: autocast wants parameters in float32."""
     if drawn.accumulates == "counted":
         drawn = dataclasses.replace(drawn, hooks=drawn.hooks | {"accum"})
-    return drawn if drawn.dtype == "float32" or drawn.scaling in ("dynamic", "static") else dataclasses.replace(
-        drawn, scaling="dynamic"
+    return (
+        drawn
+        if drawn.dtype == "float32" or drawn.scaling in ("dynamic", "static")
+        else dataclasses.replace(drawn, scaling="dynamic")
     )
 
 
