@@ -112,6 +112,8 @@ class StrategyMachine(RuleBasedStateMachine):
     def load(self, which: int, again: bool, lazy: bool) -> None:
         """Load a state, into the run that there is or into a new one, which may be lazy or not."""
         saved = self.saved[which % len(self.saved)]
+        if _mixes_scales(saved, self.book.settings):
+            return
         if not again:
             self._renew(dataclasses.replace(self.book.settings, lazy=lazy))
         elif self.book.settings.dtype != saved.book.settings.dtype or self._missing(saved):
@@ -123,8 +125,10 @@ class StrategyMachine(RuleBasedStateMachine):
     def load_with_other_hooks(self, which: int, name: str) -> None:
         """Load a state into a new run that has one hook more or less."""
         saved = self.saved[which % len(self.saved)]
-        self._renew(saved.book.settings.with_hooks(self.book.settings.hooks ^ {name}))
-        self._load(saved)
+        drawn = saved.book.settings.with_hooks(self.book.settings.hooks ^ {name})
+        if not _mixes_scales(saved, drawn):
+            self._renew(drawn)
+            self._load(saved)
 
     @precondition(lambda self: self.saved)
     @rule(which=st.integers(-2, 1), dtype=st.sampled_from(["float32", "float64", "bfloat16"]))
@@ -278,6 +282,14 @@ class StrategyMachine(RuleBasedStateMachine):
             run.load_from_disk(saved.state, fresh)
         else:
             run.load(copy.deepcopy(saved.state), fresh)
+
+
+def _mixes_scales(saved: Saved, drawn: Settings) -> bool:
+    """Whether a window would go on whose gradients carry a loss scale that the run has not, or lack one it has.
+
+    They are saved as they lie in ``.grad``, so this goes wrong unnoticed: a known fault, see the page on sequences.
+    """
+    return saved.book.open and saved.book.settings.scales != drawn.scales
 
 
 def assert_same(found: Any, wanted: Any, where: str) -> None:
