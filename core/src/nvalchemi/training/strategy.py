@@ -302,7 +302,7 @@ class TrainingStrategy:
         dict
             ``"models"``, ``"optimizers"``, ``"schedulers"``, ``"hooks"`` (by `state_key`, with class, distribution and
             version), ``"run"`` (counters and goal), ``"position"`` (random numbers and place in the data), and
-            ``"gradients"`` where the latest batch made no step.
+            ``"gradients"`` and ``"window_open"`` where the latest batch made no step.
 
         Raises
         ------

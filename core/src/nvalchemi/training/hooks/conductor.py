@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Conductor"]
 
 _SKIPPED = StepOutcome(skipped=True)
+_OPEN = StepOutcome(skipped=True, window_open=True)
 
 
 class Conductor:
@@ -146,7 +147,7 @@ class Conductor:
             for voter in self._parts.voting:
                 if voter.whole:
                     self._vote_of(voter, ctx, True)
-            latest.conclude(ctx, StepOutcome(skipped=True, window_open=True))
+            latest.conclude(ctx, _OPEN)
             return
         self._vote(ctx, window)
         outcome = attempt_without_waiting(ctx, window) if self._lazy else attempt_step(ctx, window)
@@ -159,16 +160,25 @@ class Conductor:
     def after_optimizer_step(self, ctx: TrainContext) -> None:
         """Tell every hook that the step was taken or skipped, and then what is settled."""
         latest = self.latest
-        for hook, whole in self._parts.after_optimizer_step:
-            if not hook.defers_veto:
-                latest.resolve()
-            skipped = latest.pending is None and latest.outcome is not None and latest.outcome.skipped
-            self._begin(hook, ctx)
-            if whole:
-                hook(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
-            else:
-                hook.after_optimizer_step(ctx, skipped=skipped)
-        latest.announce(ctx)
+        try:
+            for hook, whole in self._parts.after_optimizer_step:
+                if not hook.defers_veto:
+                    latest.resolve()
+                skipped = latest.pending is None and latest.outcome is not None and latest.outcome.skipped
+                self._begin(hook, ctx)
+                if whole:
+                    hook(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+                else:
+                    hook.after_optimizer_step(ctx, skipped=skipped)
+        finally:
+            latest.announce(ctx)  # the step was taken, and is counted whatever a hook says to it
+
+    def go_on(self, *, window_open: bool) -> None:
+        """Leave behind what happened, and go on from a loaded run whose window may be open."""
+        self.latest.resolve()
+        if self._window is not None and self._window.unscaled:
+            self._window.close(None)  # torch's scaler would refuse the next one
+        self._window, self.latest.outcome = None, _OPEN if window_open else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the window out: gradients are not carried to another process."""

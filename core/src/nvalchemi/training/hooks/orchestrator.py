@@ -238,6 +238,16 @@ class TrainingUpdateOrchestrator:
                     one.load_state_dict(before[loaded])
                 raise
 
+    def go_on(self, *, window_open: bool) -> None:
+        """Go on from a run that was loaded; what happened here before is left behind.
+
+        Parameters
+        ----------
+        window_open : bool
+            Gradients were loaded, too, and their window goes on: the next batch adds to them.
+        """
+        self._conductor.go_on(window_open=window_open)
+
     def __getstate__(self) -> dict[str, Any]:
         """Resolve first, so that hooks count what was under way."""
         self.resolve()
