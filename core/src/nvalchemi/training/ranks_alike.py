@@ -75,8 +75,8 @@ def refuse_other_places(**place: int) -> None:
             for rank, one in enumerate(places)
         )
         raise RanksDifferError(
-            f"The ranks are not at the same place in their runs ({each}); load a checkpoint on every rank, and give all "
-            "the same num_steps or num_epochs."
+            f"The ranks are not at the same place in their runs ({each}); load a checkpoint on every rank, and give "
+            "all the same num_steps or num_epochs."
         )
 
 
