@@ -15,12 +15,13 @@ __all__ = ["adding_nothing", "unheard"]
 def unheard(models: Mapping[str, Any]) -> Iterator[AbstractContextManager[Any]]:
     """Yield, for every model that reduces its gradients over ranks, a context of forward and backward without that.
 
-    ``DistributedDataParallel`` decides in its forward pass whether it reduces, so the context has to span it.
+    ``DistributedDataParallel`` decides in its forward pass whether it reduces, so the context has to span it. One with
+    a static graph takes no such context: it reduces every time, and the gradients are the same.
     """
     for model in models.values():
         if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
             yield _without(set_sync)
-        elif callable(no_sync := getattr(model, "no_sync", None)):  # DDP
+        elif callable(no_sync := getattr(model, "no_sync", None)) and not getattr(model, "static_graph", False):  # DDP
             yield no_sync()
 
 
