@@ -220,6 +220,19 @@ def test_a_threshold_that_is_changed_counts():
     assert captured.captured.captures == 2
 
 
+@pytest.mark.parametrize("change", [lambda m: m[0].bias.requires_grad_(False), lambda m: m[2].eval()])
+def test_what_is_frozen_in_a_run_counts(change):
+    """A weight that needs no gradient any more, or a part in eval mode, is captured for itself."""
+    loop, captured = pair(lambda: four(update_every=1))
+    for number in range(30):
+        for run in (loop, captured):
+            if number == 15:
+                change(run.model)
+            run.step(number)
+    assert not first_difference(captured.state(), loop.state())
+    assert captured.captured.captures == 2
+
+
 def test_the_limit_of_skips_stops_a_captured_run_by_name():
     """After too many skips in a row the error names the parameter, as in the loop."""
     messages = []

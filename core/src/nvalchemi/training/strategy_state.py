@@ -76,6 +76,7 @@ def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Colle
         load_models(strategy.models, state["models"], careful)
         load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
         undo.pop_all()  # nobody refused
+    strategy.orchestrator.begin_anew()
     load_gradients(strategy.models, state.get("gradients", {}))
     restore_rng(loaded)
 
