@@ -210,11 +210,6 @@ def test_two_accumulators_exclude_each_other():
         TrainingUpdateOrchestrator(GradientAccumulationHook(steps=2), GradientAccumulationHook(steps=3))
 
 
-def samples(batch):
-    """How many samples a batch has."""
-    return len(batch[0])
-
-
 def test_weights_in_double_precision_stay_exact(make_model, make_batches, weights_of):
     """A float64 model is divided in float64: a third of a window is exact to its last digits."""
     batches = [(x.double(), y.double()) for x, y in make_batches(3, 3)]
