@@ -54,6 +54,7 @@ class Conductor:
         self._parts = Parts(hooks)
         self.latest = LatestStep(self._parts.settled)
         self._window: UpdateWindow | None = None
+        self._torn = False  # from a backward pass on, until the step stage: an error in between leaves it so
         self._carrier = Carrier([hook.update_executor() for hook in hooks if isinstance(hook, ProvidesExecutor)])
         self._roster = Roster()
         self._ranks = Ranks(self._parts.voting)
@@ -99,7 +100,8 @@ class Conductor:
                 proceed = hook.before_batch(ctx, will_skip=vetoed)
             vetoed |= proceed is not True and not checked_proceed(hook, proceed, TrainingStage.BEFORE_BATCH)
         self.at_work = None
-        keep = vetoed or (self.latest.outcome is not None and self.latest.outcome.window_open)
+        is_open = self.latest.outcome is not None and self.latest.outcome.window_open and not self._torn
+        keep = vetoed or is_open
         if keep:
             self.latest.resolve()  # it says whether gradients are still scaled
             refuse_mixed_scales(before)
@@ -113,6 +115,7 @@ class Conductor:
 
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
+        self._torn = True
         original = ctx.loss
         window = self._current(ctx)
         window.raw_loss = original
@@ -137,6 +140,7 @@ class Conductor:
 
     def optimizer_step(self, ctx: TrainContext) -> None:
         """Ask every hook, and step the optimizers if none vetoes."""
+        self._torn = False
         latest = self.latest
         latest.resolve()
         ctx.pending = None
@@ -179,6 +183,12 @@ class Conductor:
         if self._window is not None and self._window.unscaled:
             self._window.close(None)  # torch's scaler would refuse the next one
         self._window, self.latest.outcome = None, _OPEN if window_open else None
+
+    def begin_anew(self) -> None:
+        """Forget the window and how the latest step ended: they are of other gradients than there are now."""
+        self._let_go()
+        self._window = self.latest.outcome = None
+        self._torn = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the window out: gradients are not carried to another process."""
@@ -229,11 +239,14 @@ class Conductor:
         ctx.window = self._window
         return self._window
 
-    def _open_window(self, ctx: TrainContext) -> UpdateWindow:
+    def _let_go(self) -> None:
         if self._window is not None:
             if self._window.unscaled:
                 self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
             self._window.release()
+
+    def _open_window(self, ctx: TrainContext) -> UpdateWindow:
+        self._let_go()
         optimizers = ctx.untouched_optimizers
         for optimizer in optimizers:
             refuse_closure(type(optimizer))
