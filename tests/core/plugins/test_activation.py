@@ -151,7 +151,7 @@ def test_an_unknown_name_gives_the_closest_match_and_what_there_is(site):
             "nvalchemi-hooks-loss-scaling, which is not installed: pip install 'nvalchemi-hooks[loss-scaling]'",
         ),
         ("nvalchemi-hooks-ema:ema", "pip install 'nvalchemi-hooks[ema]'"),
-        ("grad_clipp", "did you mean 'grad_clip'? It is official: pip install 'nvalchemi-hooks[all]'"),
+        ("grad_clipp", "did you mean 'grad_clip' or 'grad_accum'? It is official: pip install 'nvalchemi-hooks[all]'"),
         ("zzz", "no hooks are installed"),
         ("acme-hooks:ema", "no installed hook is called 'acme-hooks:ema'"),
     ],
