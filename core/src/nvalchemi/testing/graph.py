@@ -21,8 +21,9 @@ class RecordedGraph:
 
     As in a CUDA graph, Python runs once: a replay does the same operations on the same memory, with the numbers that
     Python held then. Nothing is done while it is captured: memory that was there before has its old content afterwards,
-    and what was made in between holds nan until the first replay. An operation that would have the host read from the
-    device is an error, and no random number is drawn. So an update that comes to the same with it as without holds no state in the wrong place.
+    and what was made in between holds nan until the first replay. No random number of the CPU is drawn. An operation
+    that would have the host read from the device is an error. So an update that comes to the same with it as without
+    holds no state in the wrong place.
 
     Notes
     -----
