@@ -102,3 +102,13 @@ def test_what_is_learned_later_divides_further(scaler, lazy, reader):
     moved, before, after = step(Holds(late=0.5), Halves(), reads, scaler=scaler, lazy=lazy)
     assert (moved, before[0], after[0]) == (-2.0, 2.0, 4.0)
     assert reads.seen == {5: 2.0, 20: 4.0, 40: 2.0}[reader]
+
+
+@pytest.mark.parametrize("by", [0, -1.0, float("nan"), float("inf"), "4", torch.ones(2)])
+def test_what_no_window_can_hold_is_refused(by):
+    """Gradients divided by nothing, by a negative number or by a vector would be wrong in silence."""
+    update, weight = TrainingUpdateOrchestrator(), torch.nn.Parameter(torch.ones(1))
+    with TrainContext(optimizers=[torch.optim.SGD([weight])]) as ctx:
+        update(ctx, S.BEFORE_BATCH)
+        with pytest.raises(TypeError, match=r"ctx\.window\.normalise got .*; give a finite number above 0"):
+            ctx.window.normalise(by)

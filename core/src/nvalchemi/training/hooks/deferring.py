@@ -1,7 +1,8 @@
-"""Who may leave a veto on the device, when, and as what."""
+"""Who may leave a veto on the device, when, and as what; and what gradients may be divided by."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from nvalchemi.errors import HookContractError
 if TYPE_CHECKING:
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
-__all__ = ["checked_deferrer", "checked_scalar"]
+__all__ = ["checked_deferrer", "checked_divisor", "checked_scalar"]
 
 
 def checked_deferrer(hook: TrainingUpdateHook | None, reason: str, *, voting: bool) -> TrainingUpdateHook:
@@ -42,3 +43,14 @@ def checked_scalar(number: object, hook: object) -> Tensor:
             f"{type(hook).__name__} deferred a veto on {got}; give a 0-dim tensor (non-zero or nan vetoes)."
         )
     return number.detach() if number.requires_grad else number
+
+
+def checked_divisor(by: float | Tensor) -> float | Tensor:
+    """Return what a window holds, or say that gradients cannot be divided by it; a tensor's value is not looked at."""
+    if isinstance(by, Tensor):
+        fits, got = by.dim() == 0 and not by.is_complex(), f"a {by.dtype} tensor of shape {tuple(by.shape)}"
+    else:
+        fits, got = isinstance(by, int | float) and 0 < by < math.inf, repr(by)
+    if not fits:
+        raise HookContractError(f"ctx.window.normalise got {got}; give a finite number above 0, or a 0-dim tensor.")
+    return by

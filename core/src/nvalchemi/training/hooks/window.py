@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.training.hooks.carrying_out import Carrier
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto, read_together
-from nvalchemi.training.hooks.deferring import checked_deferrer, checked_scalar
+from nvalchemi.training.hooks.deferring import checked_deferrer, checked_divisor, checked_scalar
 from nvalchemi.training.hooks.folding import fold
 from nvalchemi.training.hooks.gradients import OptimizerGradients
 from nvalchemi.training.hooks.members import Roster
@@ -143,7 +143,13 @@ class UpdateWindow:
             Above 0; a tensor is 0-dim and floating. From DO_BACKWARD on, until hooks have decided on the step.
         at_most : float
             What a tensor cannot be above, if that is known.
+
+        Raises
+        ------
+        HookContractError
+            A ``TypeError``: it is no finite number above 0, and no 0-dim tensor.
         """
+        by = checked_divisor(by)
         self._gradients.normalise(by, at_most if isinstance(by, Tensor) else by)
 
     def nonfinite(self) -> Tensor:
