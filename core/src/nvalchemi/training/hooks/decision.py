@@ -61,7 +61,10 @@ class Deferred(NamedTuple):
         limit = self.limit
         if limit is None:
             return any(values)  # nan is not 0 either
-        return any([not value <= limit for value in values])  # noqa: C419 - quicker than a generator for so few
+        for value in values:  # noqa: SIM110 - quicker than a generator for so few
+            if not value <= limit:
+                return True
+        return False
 
 
 class Decision:
@@ -112,12 +115,17 @@ class Decision:
         return fold_flags(self.deferred) if numbers else None
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
-        """Return the numbers that the host has to know, and who takes their values."""
+        """Return the numbers that the host has to know, and who takes their values, with which others may follow."""
         deferred, self.deferred = self.deferred, []
-        readings = [reading for reading in self._readings if reading._tensor is not None]
+        numbers: list[Tensor] = []
+        for one in deferred:
+            numbers += one.numbers
+        readings: list[Reading] = []
+        for reading in self._readings:
+            if reading._tensor is not None:
+                readings.append(reading)
+                numbers.append(reading._tensor)
         self._readings, self.asked = [], readings
-
-        numbers = [number for one in deferred for number in one.numbers]
 
         def take(values: Sequence[float]) -> None:
             place = 0
@@ -127,10 +135,11 @@ class Decision:
                     self.vetoes.append(Veto(one.hook.state_key, one.reason))
                     self.found_inf |= one.found_inf
                 place = end
-            for reading, value in zip(readings, values[place:], strict=True):
-                reading._take(float(value))
+            for reading in readings:
+                reading._take(float(values[place]))
+                place += 1
 
-        return numbers + [reading._tensor for reading in readings if reading._tensor is not None], take
+        return numbers, take
 
 
 def fold_flags(
@@ -173,7 +182,7 @@ def _float32(number: float) -> float:
 def read_together(tensors: Sequence[Tensor]) -> list[float]:
     """Return 0-dim tensors as floats, with one wait for the device however many they are."""
     if len(tensors) == 1 or all(map(_is_cpu, tensors)):
-        return [tensor.tolist() for tensor in tensors]  # type: ignore[misc]  # a 0-dim tensor gives a number
+        return list(map(Tensor.tolist, tensors))  # type: ignore[arg-type]  # a 0-dim tensor gives a number
     numbers: list[float] = pack(tensors).tolist()
     return numbers
 

@@ -153,7 +153,9 @@ class OptimizerGradients:
         """Return the product of everything still to be divided out, or None."""
         if self.scale is None:
             return self.divisor
-        return self.scale if self.divisor is None else self.pending_product()
+        if self.divisor is None:
+            return self.scale
+        return self.pending_product() if self._product is None else self._product
 
     @property
     def has_product(self) -> bool:
