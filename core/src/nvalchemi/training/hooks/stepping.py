@@ -175,8 +175,9 @@ def _carry_out(
     resolution: str,
 ) -> StepOutcome:
     """Step who may step, those apart who have stepped under a veto on the device, and report."""
-    reports, moved, found_inf = [], [], window.decision.found_inf
-    vetoed = window.vetoed
+    decision = window.decision
+    reports, moved, found_inf = [], [], decision.found_inf
+    vetoed = bool(decision.vetoes)
     for gradients in everybody:
         reason = _why_not(vetoed, gradients)
         if reason:
@@ -192,8 +193,7 @@ def _carry_out(
     if ctx.lr_schedulers:
         step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
     window.close(True if found_inf else False if moved else None)
-    vetoes = tuple(window.decision.vetoes)
-    return StepOutcome(not moved, found_inf, vetoes, tuple(reports), resolution=resolution)
+    return StepOutcome(not moved, found_inf, tuple(decision.vetoes), tuple(reports), resolution=resolution)
 
 
 def _why_not(vetoed: bool, gradients: OptimizerGradients) -> str:
