@@ -93,7 +93,7 @@ class LossScaler:
     @property
     def largest_scale(self) -> float:
         """What it never scales by more than."""
-        return float(self.settings.max_scale) if self.settings.dynamic else self.settings.first_scale
+        return float(self.settings.max_scale) if self._dynamic else self.settings.first_scale
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """End the window.

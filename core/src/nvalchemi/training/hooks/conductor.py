@@ -72,7 +72,7 @@ class Conductor:
         """Have every hook prepare."""
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
-        waiting = self._awaits_earlier(ctx)
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
         for hook, whole, concerned in self._parts.setup:
             if waiting and concerned and not hook.defers_veto:
                 self.latest.resolve()
@@ -92,7 +92,7 @@ class Conductor:
         window.begun &= window is before
         earlier = len(window.shared)
         vetoed, turn = False, self.turn
-        waiting = self._awaits_earlier(ctx)
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
         for hook, whole, concerned in self._parts.before_batch:
             if waiting and concerned and not hook.defers_veto:
                 self.latest.resolve()
@@ -121,7 +121,7 @@ class Conductor:
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
         original, turn = ctx.loss, self.turn
-        waiting = self._awaits_earlier(ctx)
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
         window = self._current(ctx)
         window.raw_loss = original
         try:
@@ -231,7 +231,7 @@ class Conductor:
 
     def _open_window(self, ctx: TrainContext) -> UpdateWindow:
         if self._window is not None:
-            if self._window.unscaled:
+            if self._window.unscaled and not self._window.closed:
                 self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
             self._window.release()
         optimizers = ctx.untouched_optimizers

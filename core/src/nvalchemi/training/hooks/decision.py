@@ -156,14 +156,16 @@ def fold_flags(
     device : torch.device, optional
         Where the flag is wanted; by default where the first number is.
     """
-    terms = [above(number, torch.finfo(number.dtype).max) for number in bounds]
+    terms: list[Tensor] = []
+    for number in bounds:
+        terms.append(above(number, torch.finfo(number.dtype).max))
     for one in deferred:
-        terms += one.numbers if one.limit is None else [above(number, one.limit) for number in one.numbers]
+        for number in one.numbers:
+            terms.append(number if one.limit is None else above(number, one.limit))
     where = device or terms[0].device
-    terms = [term.to(where) for term in terms]
-    total = terms[0]
+    total = terms[0].to(where)
     for term in terms[1:]:
-        total = total + term  # none is below zero, so that none cancels another; two bools are or-ed
+        total = total + term.to(where)  # none is below zero, so that none cancels another; two bools are or-ed
     if total.dtype == torch.bool:
         return total.to(torch.float32)
     return total.ne(0).to(torch.float32) if total.dtype != torch.float32 else total.ne_(0)

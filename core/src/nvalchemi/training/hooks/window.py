@@ -248,7 +248,8 @@ class UpdateWindow:
 
     def follow(self, scaler: Any) -> None:
         """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
-        self._gradients.follow(scaler)
+        if scaler is not self._gradients.given_scaler:
+            self._gradients.follow(scaler)
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""

@@ -37,6 +37,8 @@ class WindowGradients:
 
     Attributes
     ----------
+    given_scaler : object or None
+        The scaler itself.
     scaler : ScalerDriver or None
         Who drives the scaler in this window.
     unscaled : bool
@@ -63,7 +65,7 @@ class WindowGradients:
         self.optimizers = optimizers
         self.normalisers: list[tuple[float | Tensor, float]] = []
         self.measured: list[tuple[Tensor, list[OptimizerGradients]]] = []
-        self._given_scaler = scaler
+        self.given_scaler = scaler
         self.scaler: ScalerDriver | None = drive(scaler) if scaler is not None else None
         self._roster = roster
         self._chosen: list[OptimizerGradients] = []
@@ -188,12 +190,12 @@ class WindowGradients:
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
         self.optimizers = optimizers
-        if scaler is not self._given_scaler:
-            self._given_scaler, self.scaler = scaler, drive(scaler)
+        if scaler is not self.given_scaler:
+            self.given_scaler, self.scaler = scaler, drive(scaler)
 
     def follow(self, scaler: Any) -> None:
         """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
-        if scaler is None or scaler is self._given_scaler:
+        if scaler is None or scaler is self.given_scaler:
             return
         if self.unscaled:
             raise HookContractError(
