@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "Reading", "Veto", "fold_flags", "read_together"]
 
 
-_is_cpu = attrgetter("is_cpu")
+_is_cpu, _numbers = attrgetter("is_cpu"), attrgetter("numbers")
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -109,10 +109,7 @@ class Decision:
 
     def veto_flag(self) -> Tensor | None:
         """Return the deferred vetoes as one float32 tensor that is exactly 0 or 1; None if there are none."""
-        if not self.deferred:  # most often: the host knows
-            return None
-        numbers = any(one.numbers for one in self.deferred)
-        return fold_flags(self.deferred) if numbers else None
+        return fold_flags(self.deferred) if any(map(_numbers, self.deferred)) else None
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers that the host has to know, and who takes their values, with which others may follow."""

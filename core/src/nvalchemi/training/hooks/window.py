@@ -180,7 +180,9 @@ class UpdateWindow:
     @property
     def veto_flag(self) -> Tensor | None:
         """See `TrainContext.veto_flag`."""
-        return self.decision.veto_flag() if self._flag is None else self._flag
+        if self._flag is None and self.decision.deferred:  # most often the host knows
+            return self.decision.veto_flag()
+        return self._flag
 
     @property
     def vetoed(self) -> bool:
