@@ -44,8 +44,14 @@ class Torchs(TrainingUpdateHook):
 
 def train(hooks, batches, *, lazy=False):
     """Return the strategy after two epochs."""
+    strategy = make(hooks, lazy=lazy)
+    strategy.run(batches)
+    return strategy
+
+
+def make(hooks, *, lazy=False):
     torch.manual_seed(1)
-    strategy = TrainingStrategy(
+    return TrainingStrategy(
         models=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
         optimizer_configs=OptimizerConfig(optimizer_cls="AdamW", optimizer_kwargs={"lr": 0.02, "fused": True}),
         training_fn=lambda model, batch: model(batch[0]),
@@ -55,8 +61,6 @@ def train(hooks, batches, *, lazy=False):
         progress=False,
         lazy=lazy,
     )
-    strategy.run(batches)
-    return strategy
 
 
 @pytest.fixture
@@ -155,3 +159,23 @@ def test_normalising_costs_no_pass_of_its_own(cut):
     hooks = [GradientAccumulationHook(steps=3, weight=samples), LossScalingHook(), GradientClipHook(max_norm=0.05)]
     strategy = train(hooks, cut)
     assert [one.division for one in strategy.orchestrator.last_outcome.optimizers] == ["folded"]
+
+
+@LAZY
+@pytest.mark.parametrize("left_at", [2, 3])
+def test_a_state_inside_a_window_is_loaded_into_a_run_that_went_on(cut, lazy, left_at):
+    """Whether that run is inside a window or has ended one with unscaled gradients, it goes on as a new one would."""
+    strategy, straight = (
+        make([GradientAccumulationHook(steps=3), *others(lambda: LossScalingHook(init_scale=256.0))], lazy=lazy)
+        for _ in range(2)
+    )
+    strategy.train_batch(cut[0])
+    state = strategy.state_dict()
+    for batch in cut[1:left_at]:
+        strategy.train_batch(batch)
+    strategy.load_state_dict(state)
+    for batch in cut[1:]:
+        strategy.train_batch(batch)
+    for batch in cut:
+        straight.train_batch(batch)
+    assert torch.equal(weights_of(strategy.models["main"]), weights_of(straight.models["main"]))

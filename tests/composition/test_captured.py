@@ -220,6 +220,30 @@ def test_a_threshold_that_is_changed_counts():
     assert captured.captured.captures == 2
 
 
+def test_random_numbers_are_those_of_the_loop():
+    """Dropout draws in a capture, which does nothing, and again in the replay: the loop's masks come out."""
+    loop, captured = pair(lambda: [GradScalerVetoHook(max_consecutive_skips=None)])
+    for run in (loop, captured):
+        run.model.insert(2, nn.Dropout(0.5))
+        torch.manual_seed(7)
+        run.go(12)
+    assert captured.captured.replays
+    assert not first_difference(captured.state(), loop.state())
+
+
+@pytest.mark.parametrize("change", [lambda m: m[0].bias.requires_grad_(False), lambda m: m[2].eval()])
+def test_what_is_frozen_in_a_run_counts(change):
+    """A weight that needs no gradient any more, or a part in eval mode, is captured for itself."""
+    loop, captured = pair(lambda: four(update_every=1))
+    for number in range(30):
+        for run in (loop, captured):
+            if number == 15:
+                change(run.model)
+            run.step(number)
+    assert not first_difference(captured.state(), loop.state())
+    assert captured.captured.captures == 2
+
+
 def test_the_limit_of_skips_stops_a_captured_run_by_name():
     """After too many skips in a row the error names the parameter, as in the loop."""
     messages = []

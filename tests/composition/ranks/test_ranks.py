@@ -95,6 +95,28 @@ def test_ranks_that_differ_are_named_on_every_rank(seen, rank):
     assert "rank 1: batch 0, the last of its pass, 0 numbers" in figures["other ends"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_end_at_different_places_are_named_before_one_waits_in_vain(seen, rank):
+    """Streams of which one ends earlier are refused at its last step, and other goals at the start, on each rank."""
+    figures = seen[2, rank]
+    assert "(rank 0: batch 2, the last of its pass, 0 numbers" in figures["other ends of streams"]
+    assert "goal 3; rank 1: step 0, batch 0, epoch 0, goal 4)" in figures["other goals"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_are_accumulated_under_a_static_graph(seen, rank):
+    """``DDPHook(static_graph=True)``, which has to reduce at every batch, comes to the same weights."""
+    usual, static = seen[2, rank]["accumulated"]
+    for name, tensor in usual.items():
+        torch.testing.assert_close(static[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_model_is_validated_on_a_batch_for_each_rank_at_least(seen, rank):
+    """Where there are fewer batches than ranks, the message says how many it takes."""
+    assert "at least one batch for each rank" in seen[2, rank]["too few to validate"]
+
+
 def test_a_norm_that_takes_a_message_is_not_asked_for_by_chance(seen):
     """A plain hook that asks for the norm of sharded gradients before the step is told when it is known."""
     for rank in range(2):

@@ -19,6 +19,7 @@ from nvalchemi.training import (
     DDPHook,
     EMAHook,
     FSDPHook,
+    GradientAccumulationHook,
     GradientClipHook,
     GradScalerVetoHook,
     LossScalingHook,
@@ -195,6 +196,35 @@ def other_lengths():
     return refused(RanksDifferError, lambda: strategy_of(DDPHook(split_data=False)).run(batches))
 
 
+def accumulated(**options):
+    """The weights after windows of two batches."""
+    strategy = strategy_of(DDPHook(**options), steps=5, more=[GradientAccumulationHook(steps=2)])
+    strategy.run(loader())
+    return seen_in(strategy)["weights"]
+
+
+def other_ends_of_streams():
+    """Loaders without a length, of which that of the last rank gives a batch more."""
+
+    class Stream:
+        def __iter__(self):
+            return iter([(torch.zeros(2, 3), torch.zeros(2, 1))] * (3 + rank()))
+
+    return refused(RanksDifferError, lambda: strategy_of(DDPHook(split_data=False)).run(Stream()))
+
+
+def other_goals():
+    return refused(RanksDifferError, lambda: strategy_of(DDPHook(), steps=3 + rank()).run(loader()))
+
+
+def too_few_to_validate():
+    """One batch for two ranks of a sharded model, which evaluate together."""
+    held_out = [(torch.zeros(2, 3), torch.zeros(2, 1))]
+    return refused(
+        ValueError, lambda: trained(FSDPHook, steps=1, validation=Validation(loader=held_out, every_steps=1))
+    )
+
+
 def meeting(**place):
     """Take a step in a loop of its own, at a place in the data that is said, and give what is refused."""
     weight = nn.Parameter(torch.ones(1))
@@ -297,6 +327,10 @@ def main(folder):
             "other lengths": other_lengths(),
             "other batches": meeting(batch_count=4 + rank()),
             "other ends": meeting(is_last_batch=rank() == 1),
+            "accumulated": (accumulated(), accumulated(static_graph=True)),
+            "other ends of streams": other_ends_of_streams(),
+            "other goals": other_goals(),
+            "too few to validate": too_few_to_validate(),
             "early norm": early_norm(),
             "counted": counted(),
         }

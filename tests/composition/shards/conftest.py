@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="package")
 def two(folder):
     """What two ranks saw."""
-    return start(folder, 2, "trained", "unfused", "saved", "loaded", "failures", "hooked", "counted")
+    return start(folder, 2, "trained", "unfused", "saved", "loaded", "failures", "hooked", "hooked_twice", "counted")
 
 
 @pytest.fixture(scope="package")

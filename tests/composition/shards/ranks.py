@@ -227,6 +227,19 @@ def hooked(folder):
     return {"kept": kept, "later": sorted(path.name for path in root.glob("step-*")), "steps": other.step_count}
 
 
+def hooked_twice(folder):
+    """Two runs of one strategy save into one folder; another strategy may not, and every rank says so."""
+    root = folder / "hooked twice"
+    run = strategy(2, CheckpointHook(root=root, every_steps=2, keep=2))
+    run.run(batches())
+    run.run(batches())
+    other = strategy(2, CheckpointHook(root=root, every_steps=2))
+    try:
+        other.run(batches())
+    except FileExistsError as error:
+        return {"left": sorted(path.name for path in root.glob("step-*")), "other": str(error)}
+
+
 def counted(folder):
     """The collectives of a step, with an average and without."""
     found = {"groups": 2}

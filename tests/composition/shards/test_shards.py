@@ -122,6 +122,13 @@ def test_the_checkpoint_hook_keeps_to_its_settings(two):
         }
 
 
+def test_a_second_run_saves_into_the_same_folder(two):
+    """A strategy that runs again goes on with its folder on every rank; another is refused there, on every rank."""
+    for found in two["hooked_twice"]:
+        assert found["left"] == ["step-00000002", "step-00000004"]
+        assert "holds checkpoints of another run" in found["other"]
+
+
 @pytest.fixture
 def copied(two, folder, tmp_path):
     root = tmp_path / "copy"

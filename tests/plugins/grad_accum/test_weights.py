@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
 
 import pytest
 import torch
@@ -161,6 +162,13 @@ def test_a_weight_that_is_no_number_above_zero_is_refused(given, kind, words):
     """The message says what the weight of the batch was."""
     with pytest.raises(kind, match=words):
         weight_of(None, lambda batch: given)
+
+
+@pytest.mark.parametrize("given", [3, 3.0, Fraction(3), torch.tensor(3), torch.tensor([1, 2])])
+def test_a_weight_is_any_real_number(given):
+    """Whatever says that it is a real number is one, as the scalars of numpy do; a tensor is added up."""
+    weight = weight_of(None, lambda batch: given)
+    assert (weight, type(weight)) == (3.0, float)
 
 
 @pytest.mark.parametrize(

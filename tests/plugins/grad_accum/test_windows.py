@@ -13,6 +13,11 @@ from nvalchemi.training.hooks import TrainingUpdateHook, TrainingUpdateOrchestra
 S = TrainingStage
 
 
+def samples(batch):
+    """How many samples a batch has."""
+    return len(batch[0])
+
+
 class Endless:
     """A loader that cannot say how long it is."""
 
@@ -157,6 +162,28 @@ def test_an_error_ends_its_window_and_the_next_is_whole(make_strategy, make_batc
     assert torch.equal(weights_of(strategy), weights_of(straight))
 
 
+@pytest.mark.parametrize("stage", [S.AFTER_BACKWARD, S.BEFORE_OPTIMIZER_STEP])
+def test_an_error_takes_along_what_its_window_holds(make_strategy, make_batches, weights_of, plain, stage):
+    """The last batch of a window fails once its weights are added up: the next window is not divided by them."""
+    batches = make_batches(1, 3, 4, 2)
+
+    def fail(ctx):
+        if ctx.batch_count == 1:
+            raise OSError("the disk is gone")
+
+    weighted = {"steps": 2, "weight": samples}
+    strategy, straight = make_strategy(plain(stage, fail), accumulate=weighted), make_strategy(accumulate=weighted)
+    strategy.train_batch(batches[0])
+    with pytest.raises(OSError, match="the disk is gone"):
+        strategy.train_batch(batches[1])
+    strategy.batch_count = 2
+    for batch in batches[2:]:
+        strategy.train_batch(batch)
+        straight.train_batch(batch)
+    assert strategy.step_count == 1
+    torch.testing.assert_close(weights_of(strategy), weights_of(straight), rtol=1e-6, atol=1e-7)
+
+
 def test_a_window_goes_on_in_the_next_run(make_strategy, make_batches, by_hand, weights_of):
     """Two batches by hand and a run over two others are one window."""
     batches = make_batches(*4 * [3])
@@ -181,11 +208,6 @@ def test_two_accumulators_exclude_each_other():
     """There is one window, so one hook says when it ends."""
     with pytest.raises(ValueError, match="family 'accumulation'"):
         TrainingUpdateOrchestrator(GradientAccumulationHook(steps=2), GradientAccumulationHook(steps=3))
-
-
-def samples(batch):
-    """How many samples a batch has."""
-    return len(batch[0])
 
 
 def test_weights_in_double_precision_stay_exact(make_model, make_batches, weights_of):

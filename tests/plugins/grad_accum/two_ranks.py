@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nvalchemi.training import OptimizerConfig, TrainingStage, TrainingStrategy
@@ -23,7 +27,11 @@ CASES = {
     "drop first": {"steps": 4, "weight": "two_ranks:samples", "on_nonfinite": "drop", "nan": "first"},
     "drop last": {"steps": 4, "weight": "two_ranks:samples", "on_nonfinite": "drop", "nan": "last"},
     "drop all": {"steps": 4, "on_nonfinite": "drop", "nan": "all"},
+    "sharded": {"steps": 4, "weight": "two_ranks:samples", "sharded": True},
+    "sharded, drop first": {"steps": 4, "on_nonfinite": "drop", "nan": "first", "sharded": True},
+    "sharded, drop last": {"steps": 4, "on_nonfinite": "drop", "nan": "last", "sharded": True},
 }
+SCATTER = "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def samples(batch):
@@ -49,15 +57,18 @@ def make_model():
 
 
 class Wrap:
-    """Wraps the model in DDP, and counts reductions."""
+    """Wraps the model in DDP, or shards it, and counts reductions."""
 
     frequency, stage = 1, TrainingStage.SETUP
 
-    def __init__(self):
-        self.reductions = 0
+    def __init__(self, *, sharded):
+        self.sharded, self.reductions = sharded, 0
 
     def __call__(self, ctx, stage):
         """Wrap."""
+        if self.sharded:
+            fully_shard(ctx.models["main"], mesh=init_device_mesh("cpu", (2,)))
+            return
         ctx.models["main"] = model = DistributedDataParallel(ctx.models["main"])
         model.register_comm_hook(None, self._count)
 
@@ -65,10 +76,15 @@ class Wrap:
         self.reductions += 1
         return default_hooks.allreduce_hook(None, bucket)
 
+    def counting(self, scatter, *arguments, **options):
+        """Count a reduction of sharded gradients, and do it."""
+        self.reductions += 1
+        return scatter(*arguments, **options)
 
-def train(rank, *, nan=None, **accumulate):
+
+def train(rank, *, nan=None, sharded=False, **accumulate):
     """Return weights, steps, and reductions of one case."""
-    wrap = Wrap()
+    wrap = Wrap(sharded=sharded)
     strategy = TrainingStrategy(
         models=make_model(),
         optimizer_configs=OptimizerConfig(optimizer_cls="SGD", optimizer_kwargs={"lr": 0.1}),
@@ -78,8 +94,10 @@ def train(rank, *, nan=None, **accumulate):
         num_epochs=1,
         progress=False,
     )
-    strategy.run(batches_of(rank, nan))
-    weights = torch.cat([p.detach().flatten() for p in strategy.models["main"].parameters()])
+    with patch.object(distributed, SCATTER, partial(wrap.counting, getattr(distributed, SCATTER))):
+        strategy.run(batches_of(rank, nan))
+    parameters = strategy.models["main"].parameters()
+    weights = torch.cat([(p.full_tensor() if sharded else p).detach().flatten() for p in parameters])
     return {"weights": weights, "steps": strategy.step_count, "reductions": wrap.reductions}
 
 

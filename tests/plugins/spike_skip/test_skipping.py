@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import pickle
@@ -274,3 +275,20 @@ def test_lazy_and_eager_are_the_same(stream, noisy):
     assert eager == lazily
     assert weight == other
     assert (at_once, later) == ("before the step", "lazily, after the step")
+
+
+@pytest.mark.parametrize("before_backward", [True, False])
+def test_an_error_inside_a_window_takes_its_losses_along(stream, before_backward):
+    """Losses of a window that an error has ended are in no mean: the statistic is that of the window after it."""
+    hook = SpikeSkipHook(watch="loss", warmup=4, window=4)
+    steps = stream(hook)
+    steps.batch(100.0, complete=False)
+    with contextlib.suppress(OSError), TrainContext(optimizers=steps.optimizers) as ctx:
+        steps.update(ctx, TrainingStage.BEFORE_BATCH)
+        if not before_backward:
+            ctx.loss = 50.0 * steps.weight.sum()
+            steps.update(ctx, TrainingStage.DO_BACKWARD)
+        raise OSError
+    steps.batch(1.0, complete=False)
+    steps.batch(3.0)
+    assert hook.state_dict()["histories"] == {"loss": [2.0]}

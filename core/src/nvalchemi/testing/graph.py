@@ -22,7 +22,7 @@ class RecordedGraph:
     As in a CUDA graph, Python runs once: a replay does the same operations on the same memory, with the numbers that
     Python held then. Nothing is done while it is captured: memory that was there before has its old content afterwards,
     and what was made in between holds nan until the first replay. An operation that would have the host read from the
-    device is an error. So an update that comes to the same with it as without holds no state in the wrong place.
+    device is an error, and no random number is drawn. So an update that comes to the same with it as without holds no state in the wrong place.
 
     Notes
     -----
@@ -48,11 +48,13 @@ class RecordedGraph:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Remember what is dispatched inside the context, and undo it at its end."""
+        drawn = torch.get_rng_state()
         try:
             with self._tape:
                 yield
         finally:
             self._tape.undo()
+            torch.set_rng_state(drawn)
 
     def replay(self) -> None:
         """Do it again."""

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nvalchemi.errors import CheckpointMismatchError, CheckpointWarning
+from nvalchemi.training.arguments import length_of, world_size
 from nvalchemi.training.look_ahead import Batches
 from nvalchemi.training.plain import host_copy
 from nvalchemi.training.rng import capture_rng, random_numbers_kept, restore_rng
@@ -112,7 +113,7 @@ class DataPosition:
         self._pending = self.ahead = None
         self._start = {"rng": capture_rng(), "loader": _loader_state(loader)}
         self.in_pass, self.ended, self.steps_before = True, False, steps
-        return Batches(iter(loader), self, looks_ahead=self._looks_ahead)
+        return self._batches(iter(loader), loader)
 
     def resume(self, loader: Iterable[Any], done: int) -> Batches:
         """Return the batches of the loaded pass that follow those that were trained on.
@@ -131,7 +132,7 @@ class DataPosition:
         source = iter(loader)
         if not finds_place:
             _pass_over(source, done, loader)
-        batches = Batches(source, self, looks_ahead=self._looks_ahead)
+        batches = self._batches(source, loader)
         if self.ahead is not None:
             restore_rng(self.ahead["rng"])
             if not finds_place:
@@ -139,6 +140,11 @@ class DataPosition:
             batches.fetch()
         self.resume_ended(loader)
         return batches
+
+    def _batches(self, source: Iterator[Any], loader: Iterable[Any]) -> Batches:
+        """Look ahead in streams of several ranks, too: where one ends before another, they learn it at that step."""
+        ends_unseen = world_size() > 1 and length_of(loader) is None
+        return Batches(source, self, looks_ahead=self._looks_ahead or ends_unseen)
 
     def resume_ended(self, loader: Iterable[Any]) -> None:
         """Go on from a loaded state in which all batches of the pass are trained on."""

@@ -9,7 +9,7 @@ from nvalchemi.errors import HookConflictError, RanksDifferError
 from nvalchemi.training.arguments import gathered, length_of, world_size
 from nvalchemi.training.hook_states import NamedHook
 
-__all__ = ["refuse_other_hooks", "refuse_other_lengths"]
+__all__ = ["refuse_other_hooks", "refuse_other_lengths", "refuse_other_places"]
 
 
 def refuse_other_hooks(hooks: Sequence[NamedHook]) -> None:
@@ -55,6 +55,28 @@ def refuse_other_lengths(loader: Iterable[Any]) -> None:
         raise RanksDifferError(
             f"The loaders of the ranks differ in their number of batches ({each}; None is unknown), so that some would "
             "wait for others that have finished; give every rank as many, as a DistributedSampler does."
+        )
+
+
+def refuse_other_places(**place: int) -> None:
+    """Compare where the ranks are in their runs, and how far they are to go; the words name each number.
+
+    Raises
+    ------
+    RanksDifferError
+        A ``RuntimeError``, on every rank, with the numbers of each.
+    """
+    if world_size() == 1:
+        return
+    places = gathered(place)
+    if any(one != place for one in places):
+        each = "; ".join(
+            f"rank {rank}: {', '.join(f'{word} {number}' for word, number in one.items())}"
+            for rank, one in enumerate(places)
+        )
+        raise RanksDifferError(
+            f"The ranks are not at the same place in their runs ({each}); load a checkpoint on every rank, and give "
+            "all the same num_steps or num_epochs."
         )
 
 

@@ -31,7 +31,7 @@ from nvalchemi.training.modes import evaluation_mode, training_modes
 from nvalchemi.training.optimizers import OptimizerConfig, checked_optimizer_configs
 from nvalchemi.training.position import DataPosition
 from nvalchemi.training.progress import RunProgress
-from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths
+from nvalchemi.training.ranks_alike import refuse_other_hooks, refuse_other_lengths, refuse_other_places
 from nvalchemi.training.rng import random_numbers_kept
 from nvalchemi.training.sharding import has_shards
 from nvalchemi.training.stages import TrainingStage
@@ -212,6 +212,7 @@ class TrainingStrategy:
         refuse_other_lengths(loader)
         if self._goal is None:
             self._goal = self._done() + (self.num_steps or self.num_epochs or 0)
+        refuse_other_places(step=self.step_count, batch=self.batch_count, epoch=self.epoch, goal=self._goal)
         with ExitStack() as stack:
             stack.enter_context(training_modes(self.models, self.optimizer_configs))
             stack.enter_context(self.registry)
@@ -302,7 +303,7 @@ class TrainingStrategy:
         dict
             ``"models"``, ``"optimizers"``, ``"schedulers"``, ``"hooks"`` (by `state_key`, with class, distribution and
             version), ``"run"`` (counters and goal), ``"position"`` (random numbers and place in the data), and
-            ``"gradients"`` where the latest batch made no step.
+            ``"gradients"`` and ``"window_open"`` where the latest batch made no step.
 
         Raises
         ------

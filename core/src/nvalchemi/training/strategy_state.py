@@ -35,7 +35,7 @@ _BATCH_COUNTERS = ("batch_count", "epoch_step_count", "epoch")
 
 def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
     """Return the state of a strategy; see `TrainingStrategy.state_dict`."""
-    strategy.orchestrator.resolve()
+    outcome = strategy.orchestrator.resolve()
     if strategy._position.in_batch:
         raise RuntimeError(
             "The state was asked for in the middle of a batch, which cannot be gone on with; ask for it at "
@@ -52,6 +52,7 @@ def state_of(strategy: TrainingStrategy) -> dict[str, Any]:
     }
     if not strategy._position.stepped:  # an open window goes on with them; else the next batch zeroes them
         state["gradients"] = gradients_of(strategy.models)
+        state["window_open"] = outcome is not None and outcome.window_open
     return state
 
 
@@ -76,7 +77,9 @@ def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Colle
         load_models(strategy.models, state["models"], careful)
         load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
         undo.pop_all()  # nobody refused
+    strategy.orchestrator.begin_anew()
     load_gradients(strategy.models, state.get("gradients", {}))
+    strategy.orchestrator.go_on(window_open=state.get("window_open", False))
     restore_rng(loaded)
 
 

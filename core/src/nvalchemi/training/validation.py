@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from nvalchemi.training.arguments import gathered
+from nvalchemi.training.arguments import gathered, world_size
 from nvalchemi.training.batches import move_to, scalar_loss
 
 __all__ = ["Validation", "ValidationResult", "Weights", "averaged_module", "checked_weights", "evaluate"]
@@ -114,7 +114,8 @@ def evaluate(
     if over_ranks:
         totals, batches = _added_up(totals, batches)
     if not batches:
-        raise ValueError("The validation loader gave no batches; give one that holds data.")
+        enough = ", at least one batch for each rank" if world_size() > 1 else ""
+        raise ValueError(f"The validation loader gave no batches; give one that holds data{enough}.")
     return {name: total / batches for name, total in totals.items()}, batches
 
 

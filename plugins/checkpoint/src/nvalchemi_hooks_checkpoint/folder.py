@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
+from torch import distributed
+
 from nvalchemi.errors import CheckpointWriteError
 from nvalchemi.training import take_snapshot
 from nvalchemi_hooks_checkpoint.disk import (
@@ -90,16 +92,10 @@ class CheckpointFolder:
             )
         if self._is_claimed:
             return
-        if self.leads:
-            make_folder(self.root)
-        index = read_index(self.root)
-        if self._kept.folder is not None and self._kept.folder == index.get("folder"):
-            if self.leads:
-                remove_incomplete(self.root)  # what a killed run left half written, or half removed
-        elif found := complete_checkpoints(self.root):
-            raise FileExistsError(_foreign(self.root, found[-1], has_index=bool(index)))
-        else:
-            self._kept.begin(secrets.token_hex(8))  # from the system: no generator of the run is drawn from
+        if self.together:
+            self._claim_together()
+        elif mark := self._look():
+            self._kept.begin(mark)
         self._is_claimed = True
 
     def save(self, run: Any, step: int, *, best_value: float | None = None) -> None:
@@ -183,6 +179,31 @@ class CheckpointFolder:
             self._is_claimed = False
             if self._in_use.get(self.root) is self:
                 del self._in_use[self.root]
+
+    def _look(self) -> str | None:
+        """Return the mark of a record to begin, or None if the folder is that of the record."""
+        make_folder(self.root)
+        index = read_index(self.root)
+        if self._kept.folder is not None and self._kept.folder == index.get("folder"):
+            remove_incomplete(self.root)  # what a killed run left half written, or half removed
+            return None
+        if found := complete_checkpoints(self.root):
+            raise FileExistsError(_foreign(self.root, found[-1], has_index=bool(index)))
+        return secrets.token_hex(8)  # from the system: no generator of the run is drawn from
+
+    def _claim_together(self) -> None:
+        """Let the first rank look, and the others know the mark, or what is wrong."""
+        told: list[str | OSError | None] = [None]
+        if self.leads:
+            try:
+                told = [self._look()]
+            except OSError as error:  # raised again, once the others know
+                told = [error]
+        distributed.broadcast_object_list(told, src=0)
+        if isinstance(told[0], OSError):
+            raise told[0]
+        if told[0] is not None:
+            self._kept.begin(told[0])
 
     def _write(self, name: str, copies: list[Snapshot]) -> None:
         """Write a copy and remove what it makes superfluous; the writer does this."""

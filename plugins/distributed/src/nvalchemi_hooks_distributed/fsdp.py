@@ -107,9 +107,10 @@ class FSDPHook(SpreadingHook):
             kinds = {type(module).__name__ for _, module in named}
             for name in self.shard:
                 if name not in kinds:
+                    others = f"only of {', '.join(sorted(kinds))}" if kinds else "and no other; leave out shard"
                     raise HookConflictError(
                         f"FSDPHook(shard={list(self.shard)!r}): the {type(model).__name__} has no child of the class "
-                        f"{name!r}, only of {sorted(kinds)}."
+                        f"{name!r}, {others}."
                     )
             chosen = [module for _, module in named if type(module).__name__ in self.shard]
         return list(reversed(chosen))  # what is inside another comes first

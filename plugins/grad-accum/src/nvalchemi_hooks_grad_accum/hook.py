@@ -129,7 +129,7 @@ class GradientAccumulationHook(TrainingUpdateHook):
         if self._unit is None and not _several_ranks():
             self._unit = _power_of_two(weight)
         if self.on_nonfinite == "drop" and not loss.detach().isfinite().item():
-            ctx.enter_batch_context(adding_nothing(ctx.untouched_optimizers))
+            ctx.enter_batch_context(adding_nothing(loss, ctx.untouched_optimizers))
             self.dropped += 1
         else:
             self._total += weight

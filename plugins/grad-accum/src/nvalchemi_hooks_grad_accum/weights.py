@@ -6,6 +6,7 @@ import importlib
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -56,17 +57,18 @@ def weight_of(batch: Any, weigh: Callable[[Any], Any]) -> float:
     value = weigh(batch)
     if isinstance(value, torch.Tensor):
         value = value.sum().item() if value.dim() <= 1 else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # numbers of numpy are real numbers, too
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(
             f"GradientAccumulationHook: the weight of a batch is {got}; give a number, or a tensor of numbers of at "
             "most one dimension, which are added up."
         )
-    if not 0 < value < math.inf:
+    number = float(value)
+    if not 0.0 < number < math.inf:
         raise ValueError(
             f"GradientAccumulationHook: the weight of a batch is {value!r}; it must be finite and above 0."
         )
-    return float(value)
+    return number
 
 
 class _Named:

@@ -136,6 +136,7 @@ class SpikeSkipHook(TrainingUpdateHook):
         self._histories = {
             name: History(window, logarithmic=not (signed_loss and name == "loss")) for name in _WATCHED[watch]
         }
+        self._torn = False  # a batch is under way, or was left in its middle
         self._shared: Any = None  # the loss of the window at hand
         self._judged: dict[str, _Judged] = {}
         self._report = SkipReport()
@@ -155,6 +156,13 @@ class SpikeSkipHook(TrainingUpdateHook):
         """Return what was skipped, for a person to read: a line for all, and a line for each of the latest."""
         restarts = f"; the statistic was forgotten {self.restarts} times" if self.restarts else ""
         return f"{self.total_skips} steps skipped{restarts}\n{self._report}".rstrip()
+
+    def before_batch(self, ctx: TrainContext, *, will_skip: bool) -> bool:
+        """Forget the losses of a window that an error has ended."""
+        if self._torn:
+            self.open_batches = 0
+        self._torn = True
+        return True
 
     def transform_loss(self, ctx: TrainContext, loss: Tensor) -> Tensor:
         """Return the loss as it is; share the mean over the batches of the window, once it is complete."""
@@ -190,6 +198,10 @@ class SpikeSkipHook(TrainingUpdateHook):
             self._judged["grad_norm"] = _Judged(ctx.read_later(norm), limit)
             ctx.defer_veto_above(norm, _within(limit, norm), _REASONS["grad_norm"])
         return True
+
+    def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
+        """Note that the batch has come to its end."""
+        self._torn = False
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Take what was usual into the statistic, and what was not into the report."""
@@ -237,7 +249,7 @@ class SpikeSkipHook(TrainingUpdateHook):
             values = state["histories"][name]
             history.replace(value for value in values if value > 0.0 or not history.logarithmic)
         self._report = SkipReport(state["skips"])
-        self._open_loss = state["open_loss"]
+        self._open_loss, self._torn = state["open_loss"], False
         for name in _COUNTERS:
             setattr(self, name, state[name])
 

@@ -17,7 +17,7 @@ from nvalchemi.training.batches import move_to
 from nvalchemi.training.hooks.executor import why_not_folded
 from nvalchemi.training.hooks.orchestrator import TrainingUpdateOrchestrator
 from nvalchemi.training.hooks.pending import PendingStep
-from nvalchemi.training.hooks.static_memory import LearningRates, StaticBatch, addresses, settings
+from nvalchemi.training.hooks.static_memory import LearningRates, StaticBatch, addresses, settings, trained
 from nvalchemi.training.hooks.stepping import Waiting, step_schedulers
 from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides
 from nvalchemi.training.stages import TrainingStage
@@ -176,7 +176,8 @@ class CapturedUpdate:
             ("the place of weights, buffers or optimizer state", addresses(models, ctx.optimizers)),
             ("the shape of the batch", StaticBatch.shape(batch)),
             ("the settings of optimizers", settings(ctx.optimizers)),
-            ("the mode of the models", tuple(model.training for model in models)),
+            ("the mode of the models", tuple(part.training for model in models for part in model.modules())),
+            ("which weights are trained", trained(ctx.optimizers)),
             *keys,
         )
         if self._key is not None and key[0] != self._key[0]:  # graphs of the memory before would write into it

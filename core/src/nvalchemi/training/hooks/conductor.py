@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Conductor"]
 
 _SKIPPED = StepOutcome(skipped=True)
+_OPEN = StepOutcome(skipped=True, window_open=True)
 
 
 class Conductor:
@@ -54,6 +55,7 @@ class Conductor:
         self._parts = Parts(hooks)
         self.latest = LatestStep(self._parts.settled)
         self._window: UpdateWindow | None = None
+        self._torn = False  # from a backward pass on, until the step stage: an error in between leaves it so
         self._carrier = Carrier([hook.update_executor() for hook in hooks if isinstance(hook, ProvidesExecutor)])
         self._roster = Roster()
         self._ranks = Ranks(self._parts.voting)
@@ -106,7 +108,8 @@ class Conductor:
             vetoed |= proceed is not True and not checked_proceed(hook, proceed, TrainingStage.BEFORE_BATCH)
         turn.hook = None
         optimizers = ctx.untouched_optimizers
-        keep = vetoed or (self.latest.outcome is not None and self.latest.outcome.window_open)
+        is_open = self.latest.outcome is not None and self.latest.outcome.window_open and not self._torn
+        keep = vetoed or is_open
         if keep:
             self.latest.resolve()  # it says whether gradients are still scaled
             refuse_mixed_scales(before)
@@ -120,6 +123,7 @@ class Conductor:
 
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
+        self._torn = True
         original, turn = ctx.loss, self.turn
         waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
         window = self._current(ctx)
@@ -147,6 +151,7 @@ class Conductor:
 
     def optimizer_step(self, ctx: TrainContext) -> None:
         """Ask every hook, and step the optimizers if none vetoes."""
+        self._torn = False
         latest = self.latest
         latest.resolve()
         ctx.pending = None
@@ -157,7 +162,7 @@ class Conductor:
             for hook, whole, _ in self._parts.voting:
                 if whole:
                     self._ask_whole(hook, ctx, True)
-            latest.conclude(ctx, StepOutcome(skipped=True, window_open=True))
+            latest.conclude(ctx, _OPEN)
             return
         self._vote(ctx, window)
         outcome = attempt_without_waiting(ctx, window) if self._lazy else attempt_step(ctx, window)
@@ -170,16 +175,31 @@ class Conductor:
     def after_optimizer_step(self, ctx: TrainContext) -> None:
         """Tell every hook that the step was taken or skipped, and then what is settled."""
         latest, turn = self.latest, self.turn
-        for hook, whole, _ in self._parts.after_optimizer_step:
-            if not hook.defers_veto:
-                latest.resolve()
-            skipped = latest.pending is None and latest.outcome is not None and latest.outcome.skipped
-            turn.hook = hook
-            if whole:
-                hook(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
-            else:
-                hook.after_optimizer_step(ctx, skipped=skipped)
-        latest.announce(ctx)
+        try:
+            for hook, whole, _ in self._parts.after_optimizer_step:
+                if not hook.defers_veto:
+                    latest.resolve()
+                skipped = latest.pending is None and latest.outcome is not None and latest.outcome.skipped
+                turn.hook = hook
+                if whole:
+                    hook(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
+                else:
+                    hook.after_optimizer_step(ctx, skipped=skipped)
+        finally:
+            latest.announce(ctx)  # the step was taken, and is counted whatever a hook says to it
+
+    def go_on(self, *, window_open: bool) -> None:
+        """Leave behind what happened, and go on from a loaded run whose window may be open."""
+        self.latest.resolve()
+        if self._window is not None and self._window.unscaled:
+            self._window.close(None)  # torch's scaler would refuse the next one
+        self._window, self.latest.outcome = None, _OPEN if window_open else None
+
+    def begin_anew(self) -> None:
+        """Forget the window and how the latest step ended: they are of other gradients than there are now."""
+        self._let_go()
+        self._window = self.latest.outcome = None
+        self._torn = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the window out: gradients are not carried to another process."""
@@ -229,11 +249,14 @@ class Conductor:
         ctx.window = self._window
         return self._window
 
-    def _open_window(self, ctx: TrainContext) -> UpdateWindow:
+    def _let_go(self) -> None:
         if self._window is not None:
             if self._window.unscaled and not self._window.closed:
                 self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
             self._window.release()
+
+    def _open_window(self, ctx: TrainContext) -> UpdateWindow:
+        self._let_go()
         optimizers = ctx.untouched_optimizers
         for optimizer in optimizers:
             refuse_closure(type(optimizer))

@@ -67,14 +67,15 @@ def from_total(total: Tensor, kind: float) -> Tensor:
 
 
 def over_ranks(norms: Sequence[tuple[float, Tensor]], kind: float, device: torch.device, *, asking: bool) -> Tensor:
-    """Return a norm in a message of its own, which every rank has to enter.
+    """Return a norm in a message of its own, which every rank has to enter; alone, a rank sends nothing.
 
     Raises
     ------
     HookContractError
         Not every rank can be relied on to ask now (`asking` is False), or no order of a norm is meant.
     """
-    if not asking:
+    alone = distributed.get_world_size() == 1
+    if not (asking or alone):
         raise HookContractError(_TOO_EARLY)
     if not kind > 0:
         raise HookContractError(
@@ -90,5 +91,6 @@ def over_ranks(norms: Sequence[tuple[float, Tensor]], kind: float, device: torch
         total = total.nan_to_num(nan=math.inf)
     else:
         operation, total = distributed.ReduceOp.SUM, total_of(norms, kind, where)
-    distributed.all_reduce(total, op=operation)
+    if not alone:
+        distributed.all_reduce(total, op=operation)
     return (total if math.isinf(kind) else from_total(total, kind)).to(device)

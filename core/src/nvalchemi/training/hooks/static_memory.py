@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LearningRates", "StaticBatch", "addresses", "settings"]
+__all__ = ["LearningRates", "StaticBatch", "addresses", "settings", "trained"]
 
 
 class StaticBatch:
@@ -113,6 +113,12 @@ def settings(optimizers: Iterable[torch.optim.Optimizer]) -> Hashable:
         for name, value in group.items()
         if name not in ("params", "initial_lr") and not (name == "lr" and _has_rate(group))
     )
+
+
+def trained(optimizers: Iterable[torch.optim.Optimizer]) -> Hashable:
+    """Return which parameters need gradients: a captured backward pass goes on computing those that it did."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return tuple(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
 def _has_rate(group: Mapping[str, Any]) -> bool:
