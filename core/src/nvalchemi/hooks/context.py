@@ -213,7 +213,8 @@ class TrainContext(UpdatePowers, HookContext):
 
     def let_go_of_graph(self) -> None:
         """Detach the loss and its parts."""
-        self.loss = _detached(self.loss)
+        if getattr(self.loss, "requires_grad", False):
+            self.loss = _detached(self.loss)
         if self.losses:
             self.losses = {name: _detached(value) for name, value in self.losses.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ class UpdatePowers:
         RuntimeError
             No orchestrator has seen this batch yet.
         """
-        window = self._window("gradients")
+        window = self.window or self._no_window("gradients")
         self._resolve()  # after a step, whether they are divided depends on the veto
         return window.named_gradients(self.models)
 
@@ -53,7 +53,7 @@ class UpdatePowers:
         RuntimeError
             No orchestrator has seen this batch yet.
         """
-        window = self._window("grad_norm")
+        window = self.window or self._no_window("grad_norm")
         if not window.knows_grad_norm:
             self._resolve()
         return window.grad_norm
@@ -61,7 +61,7 @@ class UpdatePowers:
     @property
     def veto_flag(self) -> Tensor | None:
         """All deferred vetoes in one: float32, 0-dim, exactly 0 or 1 on the device; None once the host knows."""
-        return self._window("veto_flag").veto_flag
+        return (self.window or self._no_window("veto_flag")).veto_flag
 
     def defer_veto(self, flag: Tensor, reason: str, *, found_inf: bool = False) -> None:
         """Ask for a veto that is still on the device, from a hook with ``defers_veto``; the hook then returns True.
@@ -80,7 +80,7 @@ class UpdatePowers:
         HookContractError
             The flag is not a 0-dim tensor, or the hook at work does not declare ``defers_veto``.
         """
-        self._window("defer_veto").defer_veto(flag, reason, found_inf=found_inf)
+        (self.window or self._no_window("defer_veto")).defer_veto(flag, reason, found_inf=found_inf)
 
     def defer_veto_above(self, value: Tensor, limit: float, reason: str, *, found_inf: bool = False) -> None:
         """Ask for a veto if `value` turns out to be above `limit`, or nan; otherwise as `defer_veto`.
@@ -96,14 +96,14 @@ class UpdatePowers:
         reason, found_inf
             As for `defer_veto`.
         """
-        self._window("defer_veto_above").defer_veto_above(value, limit, reason, found_inf=found_inf)
+        (self.window or self._no_window("defer_veto_above")).defer_veto_above(value, limit, reason, found_inf=found_inf)
 
     def defer_veto_nonfinite(self, reason: str) -> None:
         """Ask for a veto if any gradient holds an inf or a nan; otherwise as `defer_veto` with ``found_inf=True``.
 
         It comes out of the norm of the gradients, which is measured once whoever asks.
         """
-        self._window("defer_veto_nonfinite").defer_veto_nonfinite(reason)
+        (self.window or self._no_window("defer_veto_nonfinite")).defer_veto_nonfinite(reason)
 
     def offer_average(
         self,
@@ -125,11 +125,11 @@ class UpdatePowers:
             Whether it was taken stands in ``taken`` from ``after_optimizer_step`` on; if it was not, the hook averages
             by itself. None where no hook brings an executor, so that nobody would take it.
         """
-        return self._window("offer_average").offer_average(averages, live, weight, accumulators)
+        return (self.window or self._no_window("offer_average")).offer_average(averages, live, weight, accumulators)
 
     def note_veto(self, reason: str) -> None:
         """Give the reason of the veto that the hook at work is about to return."""
-        self._window("note_veto").note_veto(reason)
+        (self.window or self._no_window("note_veto")).note_veto(reason)
 
     def share(self, value: float | Tensor) -> Shared:
         """Have a number added up over all ranks, in the one message that they exchange at the step anyway.
@@ -155,7 +155,7 @@ class UpdatePowers:
         RuntimeError
             No orchestrator has seen this batch yet.
         """
-        return self._window("share").share(value)
+        return (self.window or self._no_window("share")).share(value)
 
     def read_later(self, tensor: Tensor) -> Reading:
         """Have a 0-dim tensor read with the one host read of the step, instead of in a read of its own.
@@ -170,16 +170,14 @@ class UpdatePowers:
         Reading
             Its ``value`` is a float, known at ``settled`` at the latest; asked earlier, it waits for the device.
         """
-        return self._window("read_later").read_later(tensor)
+        return (self.window or self._no_window("read_later")).read_later(tensor)
 
     def _resolve(self) -> None:
         if self.pending is not None:
             self.pending.resolve()
 
-    def _window(self, asked: str) -> UpdateWindow:
-        if self.window is None:
-            raise RuntimeError(
-                f"ctx.{asked} was asked before an orchestrator saw this batch, so there is no update to ask about; "
-                "call the orchestrator at TrainingStage.BEFORE_BATCH first."
-            )
-        return self.window
+    def _no_window(self, asked: str) -> NoReturn:
+        raise RuntimeError(
+            f"ctx.{asked} was asked before an orchestrator saw this batch, so there is no update to ask about; "
+            "call the orchestrator at TrainingStage.BEFORE_BATCH first."
+        )

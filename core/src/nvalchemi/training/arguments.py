@@ -21,6 +21,8 @@ __all__ = [
     "world_size",
 ]
 
+_AVAILABLE = distributed.is_available()
+
 
 def checked_models(models: object) -> dict[str, nn.Module]:
     """Return models by name, a module alone as ``"main"``, or say what is wrong with them."""
@@ -81,7 +83,7 @@ def global_rank() -> int:
 
     Before there is a process group it is the one that ``torchrun`` tells, so that nothing is printed or written twice.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if _AVAILABLE and distributed.is_initialized():
         return distributed.get_rank()
     return _told("RANK")
 
@@ -98,7 +100,7 @@ def _told(name: str) -> int:
 
 def world_size() -> int:
     """Return how many processes train together."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return distributed.get_world_size() if _AVAILABLE and distributed.is_initialized() else 1
 
 
 def gathered(value: Any) -> list[Any]:

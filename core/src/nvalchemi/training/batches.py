@@ -27,6 +27,10 @@ def move_to(batch: Any, device: torch.device) -> Any:
     >>> move_to({"x": torch.zeros(1), "names": ["H"]}, torch.device("meta"))["x"].device
     device(type='meta')
     """
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if type(batch) is tuple:
+        return tuple([move_to(value, device) for value in batch])
     if callable(getattr(batch, "to", None)):
         moved = batch.to(device)
         return batch if moved is None else moved  # it has moved in place
@@ -62,7 +66,9 @@ def scalar_loss(result: Any, *, training: bool) -> tuple[Tensor, dict[str, Tenso
     ValueError
         Something is not a scalar, or has no graph although `training`.
     """
-    if isinstance(result, Mapping):
+    if isinstance(result, Tensor):  # asked first, for whether it is a mapping is slow to answer
+        parts, loss = {}, _scalar(result, "loss_fn(...)")
+    elif isinstance(result, Mapping):
         parts = {str(name): _scalar(value, f"loss_fn(...)[{name!r}]") for name, value in result.items()}
         if not parts:
             raise ValueError("loss_fn returned an empty mapping; give named scalar tensors.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,16 +170,12 @@ class DataPosition:
         self.in_pass = self.ended = False
         self._start = self._pending = None
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Note that a batch is under way; a loaded position that nobody resumed is left for good."""
         if self._pending is not None:
             self._pending, self.ahead, self.in_pass = None, None, False
         self.in_batch = self.torn = True
-        try:
-            yield
-        finally:
-            self.in_batch = False
+        return _UnderWay(self)
 
     def batch_is_over(self) -> None:
         """Note that a batch is counted, and AFTER_BATCH follows."""
@@ -214,6 +210,19 @@ class DataPosition:
         self.ahead = state.get("ahead")  # states of 0.1 have none
         self._left_loader = self._pending["loader"]
         restore_rng(self._pending["rng"])
+
+
+class _UnderWay(AbstractContextManager[None]):
+    """A batch that is under way until the context is left; a generator would take as long as ten calls."""
+
+    def __init__(self, position: DataPosition) -> None:
+        self._position = position
+
+    def __enter__(self) -> None:
+        """Do nothing: it is under way already."""
+
+    def __exit__(self, *_: object) -> None:
+        self._position.in_batch = False
 
 
 def _pass_over(batches: Iterator[Any], done: int, loader: Any) -> None:

@@ -58,6 +58,9 @@ class StepCount:
 
     def count(self, ctx: TrainContext) -> None:
         """Count the step of a batch and tell its context, now or once it is known whether it was taken."""
+        if ctx.pending is None:
+            self._count(ctx)
+            return
         self._pending = ctx.pending
         self.tell(ctx)
         ctx.when_resolved(self._count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 from torch import nn
 
@@ -31,13 +32,9 @@ def bare_module(module: nn.Module) -> nn.Module:
     >>> bare_module(nn.DataParallel(net)) is net
     True
     """
-    while True:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            module = module.module
-        elif _is_compiled(module):
-            module = module.get_submodule("_orig_mod")
-        else:
-            return module
+    while attribute := _inner(type(module)):  # type: ignore[arg-type]  # a class has a hash
+        module = module.get_submodule(attribute)
+    return module
 
 
 def unreplicated(module: nn.Module) -> nn.Module:
@@ -47,6 +44,10 @@ def unreplicated(module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_compiled(module: nn.Module) -> bool:
+@lru_cache  # asked at every step, and slow to answer: these classes are abstract ones
+def _inner(kind: type[nn.Module]) -> str:
+    """Return under which name a wrapper of this class holds the module; empty if it is none."""
+    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it was never imported nothing can be compiled
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return "_orig_mod" if dynamo is not None and issubclass(kind, dynamo.OptimizedModule) else ""

@@ -136,8 +136,11 @@ class GradientClipHook(TrainingUpdateHook):
                 "None; compose the hook in a TrainingUpdateOrchestrator and call that at every stage of the batch."
             )
         places: list[int | None] = [*range(len(ctx.optimizers))] if self.per_optimizer else [None]
-        norms = {place: window.norm(self.norm_type, optimizer=place) for place in places}
-        self._norms = [ctx.read_later(norm) for norm in norms.values()]
+        norms: dict[int | None, torch.Tensor] = {}
+        self._norms = []
+        for place in places:
+            norms[place] = norm = window.norm(self.norm_type, optimizer=place)
+            self._norms.append(ctx.read_later(norm))
         self._global = ctx.read_later(window.norm(self.norm_type)) if self.per_optimizer else self._norms[0]
         for norm in norms.values():
             limit = kernels.largest_usable(norm.dtype, self.max_norm, self.norm_type)
@@ -188,7 +191,9 @@ class GradientClipHook(TrainingUpdateHook):
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count."""
         self.measured_steps += 1
-        clipped = any(norm.value > self.max_norm for norm in self._norms)
+        clipped = False
+        for norm in self._norms:
+            clipped |= norm.value > self.max_norm
         if self.clip_value is not None and self._largest is not None:
             clipped |= self._largest.value > self.clip_value
         self.clipped_steps += clipped and not skipped

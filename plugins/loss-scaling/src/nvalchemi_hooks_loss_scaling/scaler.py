@@ -84,7 +84,7 @@ class LossScaler:
             self._scale = self._scale.to(loss.device)
             self._growth_tracker = self._growth_tracker.to(loss.device)
             self._given = self._flags = None
-        return loss * self._of_window()
+        return loss.mul(self._of_window())
 
     def divisor(self, device: torch.device) -> Tensor:
         """Return the scale of this window: 0-dim float32 on `device`. It is not changed in place, ever."""
@@ -93,7 +93,7 @@ class LossScaler:
     @property
     def largest_scale(self) -> float:
         """What it never scales by more than."""
-        return float(self.settings.max_scale) if self.settings.dynamic else self.settings.first_scale
+        return float(self.settings.max_scale) if self._dynamic else self.settings.first_scale
 
     def close(self, found_inf: bool | Tensor | None) -> None:
         """End the window.

@@ -111,7 +111,8 @@ class GradScalerVetoHook(TrainingUpdateHook):
 
     def settled(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count, and stop the run where nothing but skipping is left: on all ranks, which agreed on the outcome."""
-        if ctx.outcome is None or not ctx.outcome.found_inf:
+        outcome = ctx.outcome
+        if outcome is None or not outcome.found_inf:
             self.consecutive_skips = 0
             return
         self.consecutive_skips += 1

@@ -9,14 +9,15 @@ from nvalchemi.hooks.protocols import ProvidesExecutor
 from nvalchemi.training.closures import refuse_closure
 from nvalchemi.training.hooks.answers import checked_pair, checked_proceed
 from nvalchemi.training.hooks.carrying_out import Carrier
+from nvalchemi.training.hooks.deferring import Turn
 from nvalchemi.training.hooks.differentiable import differentiable
 from nvalchemi.training.hooks.latest import LatestStep
 from nvalchemi.training.hooks.members import Roster
-from nvalchemi.training.hooks.parts import Parts, Voter
+from nvalchemi.training.hooks.parts import Parts
 from nvalchemi.training.hooks.pending import PendingStep
 from nvalchemi.training.hooks.ranks import Ranks
 from nvalchemi.training.hooks.stepping import StepOutcome, Waiting, attempt_step, attempt_without_waiting
-from nvalchemi.training.hooks.update import TrainingUpdateHook, overrides, takes_part_in_step
+from nvalchemi.training.hooks.update import TrainingUpdateHook
 from nvalchemi.training.hooks.window import UpdateWindow
 from nvalchemi.training.hooks.zeroing import forget_gradients, refuse_mixed_scales
 from nvalchemi.training.stages import TrainingStage
@@ -42,14 +43,14 @@ class Conductor:
 
     Attributes
     ----------
-    at_work : TrainingUpdateHook or None
+    turn : Turn
         Whose method is being called.
     latest : LatestStep
         What the latest step came to.
     """
 
     def __init__(self, hooks: Sequence[TrainingUpdateHook], *, lazy: bool) -> None:
-        self.at_work: TrainingUpdateHook | None = None
+        self.turn = Turn()
         self._lazy = lazy
         self._parts = Parts(hooks)
         self.latest = LatestStep(self._parts.settled)
@@ -73,8 +74,11 @@ class Conductor:
         """Have every hook prepare."""
         for optimizer in ctx.optimizers:
             refuse_closure(type(optimizer))
-        for hook, whole in self._parts.setup:
-            self._begin(hook, ctx)
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
+        for hook, whole, concerned in self._parts.setup:
+            if waiting and concerned and not hook.defers_veto:
+                self.latest.resolve()
+            self.turn.hook = hook
             if whole:
                 hook(ctx, TrainingStage.SETUP, False)
             else:
@@ -89,9 +93,12 @@ class Conductor:
         window = self._current(ctx)
         window.begun &= window is before
         earlier = len(window.shared)
-        vetoed = False
-        for hook, whole in self._parts.before_batch:
-            self._begin(hook, ctx)
+        vetoed, turn = False, self.turn
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
+        for hook, whole, concerned in self._parts.before_batch:
+            if waiting and concerned and not hook.defers_veto:
+                self.latest.resolve()
+            turn.hook = hook
             if whole:
                 proceed, _ = checked_pair(
                     hook, hook(ctx, TrainingStage.BEFORE_BATCH, vetoed), TrainingStage.BEFORE_BATCH
@@ -99,16 +106,17 @@ class Conductor:
             else:
                 proceed = hook.before_batch(ctx, will_skip=vetoed)
             vetoed |= proceed is not True and not checked_proceed(hook, proceed, TrainingStage.BEFORE_BATCH)
-        self.at_work = None
+        turn.hook = None
+        optimizers = ctx.untouched_optimizers
         is_open = self.latest.outcome is not None and self.latest.outcome.window_open and not self._torn
         keep = vetoed or is_open
         if keep:
             self.latest.resolve()  # it says whether gradients are still scaled
             refuse_mixed_scales(before)
         else:
-            forget_gradients(ctx.untouched_optimizers)
+            forget_gradients(optimizers)
         if not window.begun:
-            window.adopt(ctx.untouched_optimizers, ctx.grad_scaler)  # a hook may have published a scaler
+            window.adopt(optimizers, ctx.grad_scaler)  # a hook may have published a scaler
         elif not keep:
             shared = window.shared[earlier:]
             self._open_window(ctx).shared = shared
@@ -116,20 +124,23 @@ class Conductor:
     def backward(self, ctx: TrainContext) -> None:
         """Let each hook transform the loss that its predecessor returned, and run ``backward()`` on the last."""
         self._torn = True
-        original = ctx.loss
+        original, turn = ctx.loss, self.turn
+        waiting = self.latest.pending is not None and self._awaits_earlier(ctx)
         window = self._current(ctx)
         window.raw_loss = original
         try:
             loss = differentiable(original)
-            for hook, whole in self._parts.transform_loss:
+            for hook, whole, concerned in self._parts.transform_loss:
                 ctx.loss = loss
-                self._begin(hook, ctx)
+                if waiting and concerned and not hook.defers_veto:
+                    self.latest.resolve()
+                turn.hook = hook
                 if whole:
                     answer = hook(ctx, TrainingStage.DO_BACKWARD, False)
                     _, loss = checked_pair(hook, answer, TrainingStage.DO_BACKWARD)
                 else:
                     loss = hook.transform_loss(ctx, loss)
-                self.at_work = None
+                turn.hook = None
                 loss = differentiable(loss, hook)
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -148,9 +159,9 @@ class Conductor:
         latest.outcome, ctx.step_skipped = _SKIPPED, True  # what holds if anything below raises
         window.follow(ctx.grad_scaler)
         if not ctx.window_complete:
-            for voter in self._parts.voting:
-                if voter.whole:
-                    self._vote_of(voter, ctx, True)
+            for hook, whole, _ in self._parts.voting:
+                if whole:
+                    self._ask_whole(hook, ctx, True)
             latest.conclude(ctx, _OPEN)
             return
         self._vote(ctx, window)
@@ -163,13 +174,13 @@ class Conductor:
 
     def after_optimizer_step(self, ctx: TrainContext) -> None:
         """Tell every hook that the step was taken or skipped, and then what is settled."""
-        latest = self.latest
+        latest, turn = self.latest, self.turn
         try:
-            for hook, whole in self._parts.after_optimizer_step:
+            for hook, whole, _ in self._parts.after_optimizer_step:
                 if not hook.defers_veto:
                     latest.resolve()
                 skipped = latest.pending is None and latest.outcome is not None and latest.outcome.skipped
-                self._begin(hook, ctx)
+                turn.hook = hook
                 if whole:
                     hook(ctx, TrainingStage.AFTER_OPTIMIZER_STEP, skipped)
                 else:
@@ -199,39 +210,38 @@ class Conductor:
     def _vote(self, ctx: TrainContext, window: UpdateWindow) -> None:
         window.begin_voting()
         window.ranks = ranks = self._ranks.exchange(ctx, window)
-        vetoes = window.decision.vetoes
-        for voter in self._parts.voting:
-            hook, decides = voter.hook, voter.decides
+        vetoes, turn = window.decision.vetoes, self.turn
+        for hook, whole, decides in self._parts.voting:
             reads = hook.reads_grad
             if decides and not hook.defers_veto:
                 window.resolve()
             if reads:
                 window.materialise()
-            if decides and self._vote_of(voter, ctx, bool(vetoes)) is not True:
-                window.veto(hook)
+            if decides:
+                turn.hook = hook
+                if whole:
+                    proceed = self._ask_whole(hook, ctx, bool(vetoes))
+                else:
+                    proceed = hook.before_optimizer_step(ctx, will_skip=bool(vetoes))
+                if proceed is not True and not checked_proceed(hook, proceed, TrainingStage.DO_OPTIMIZER_STEP):
+                    window.veto(hook)
             if reads:
                 window.reread()
-        window.voting, self.at_work = False, None
+        window.voting, turn.hook = False, None
         if ranks is not None:
             ranks.close()
 
-    def _vote_of(self, voter: Voter, ctx: TrainContext, will_skip: bool) -> bool:
-        hook, stage = voter.hook, TrainingStage.DO_OPTIMIZER_STEP
-        self._begin(hook, ctx)
-        if voter.whole:
-            proceed, _ = checked_pair(hook, hook(ctx, stage, will_skip), stage)
-        else:
-            proceed = hook.before_optimizer_step(ctx, will_skip=will_skip)
-        return proceed is True or checked_proceed(hook, proceed, stage)
+    def _ask_whole(self, hook: TrainingUpdateHook, ctx: TrainContext, will_skip: bool) -> bool:
+        """Ask a hook that overrides ``__call__`` whether to step."""
+        stage = TrainingStage.DO_OPTIMIZER_STEP
+        self.turn.hook = hook
+        proceed, _ = checked_pair(hook, hook(ctx, stage, will_skip), stage)
+        return checked_proceed(hook, proceed, stage)
 
-    def _begin(self, hook: TrainingUpdateHook, ctx: TrainContext) -> None:
-        """Note who is at work; it is told first how an earlier batch ended, if it does not know of deferred vetoes."""
+    def _awaits_earlier(self, ctx: TrainContext) -> bool:
+        """Return whether the step of an earlier batch is pending, of which some hooks have to be told first."""
         pending = self.latest.pending
-        if pending is not None and pending.ctx is not ctx and _wants_to_know(hook):
-            self.latest.resolve()
-        self.at_work = hook
-        if (window := ctx.window) is not None:
-            window.at_work, window.noted = hook, None
+        return pending is not None and pending.ctx is not ctx
 
     def _current(self, ctx: TrainContext) -> UpdateWindow:
         if self._window is None or self._window.closed:
@@ -241,7 +251,7 @@ class Conductor:
 
     def _let_go(self) -> None:
         if self._window is not None:
-            if self._window.unscaled:
+            if self._window.unscaled and not self._window.closed:
                 self._window.close(None)  # an exception left it half-way; torch's scaler would refuse the next one
             self._window.release()
 
@@ -250,10 +260,7 @@ class Conductor:
         optimizers = ctx.untouched_optimizers
         for optimizer in optimizers:
             refuse_closure(type(optimizer))
-        ctx.window = self._window = window = UpdateWindow(optimizers, ctx.grad_scaler, self._carrier, self._roster)
+        ctx.window = self._window = window = UpdateWindow(
+            optimizers, ctx.grad_scaler, self._carrier, self._roster, self.turn
+        )
         return window
-
-
-def _wants_to_know(hook: TrainingUpdateHook) -> bool:
-    """Return whether a hook may act on how the step before ended, and does not know of deferred vetoes."""
-    return not hook.defers_veto and (takes_part_in_step(hook) or overrides(hook, "settled"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "Reading", "Veto", "fold_flags", "read_together"]
 
 
-_is_cpu = attrgetter("is_cpu")
+_is_cpu, _numbers = attrgetter("is_cpu"), attrgetter("numbers")
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -61,7 +61,10 @@ class Deferred(NamedTuple):
         limit = self.limit
         if limit is None:
             return any(values)  # nan is not 0 either
-        return any([not value <= limit for value in values])  # noqa: C419 - quicker than a generator for so few
+        for value in values:  # noqa: SIM110 - quicker than a generator for so few
+            if not value <= limit:
+                return True
+        return False
 
 
 class Decision:
@@ -106,18 +109,20 @@ class Decision:
 
     def veto_flag(self) -> Tensor | None:
         """Return the deferred vetoes as one float32 tensor that is exactly 0 or 1; None if there are none."""
-        if not self.deferred:  # most often: the host knows
-            return None
-        numbers = any(one.numbers for one in self.deferred)
-        return fold_flags(self.deferred) if numbers else None
+        return fold_flags(self.deferred) if any(map(_numbers, self.deferred)) else None
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
-        """Return the numbers that the host has to know, and who takes their values."""
+        """Return the numbers that the host has to know, and who takes their values, with which others may follow."""
         deferred, self.deferred = self.deferred, []
-        readings = [reading for reading in self._readings if reading._tensor is not None]
+        numbers: list[Tensor] = []
+        for one in deferred:
+            numbers += one.numbers
+        readings: list[Reading] = []
+        for reading in self._readings:
+            if reading._tensor is not None:
+                readings.append(reading)
+                numbers.append(reading._tensor)
         self._readings, self.asked = [], readings
-
-        numbers = [number for one in deferred for number in one.numbers]
 
         def take(values: Sequence[float]) -> None:
             place = 0
@@ -127,10 +132,11 @@ class Decision:
                     self.vetoes.append(Veto(one.hook.state_key, one.reason))
                     self.found_inf |= one.found_inf
                 place = end
-            for reading, value in zip(readings, values[place:], strict=True):
-                reading._take(float(value))
+            for reading in readings:
+                reading._take(float(values[place]))
+                place += 1
 
-        return numbers + [reading._tensor for reading in readings if reading._tensor is not None], take
+        return numbers, take
 
 
 def fold_flags(
@@ -147,14 +153,16 @@ def fold_flags(
     device : torch.device, optional
         Where the flag is wanted; by default where the first number is.
     """
-    terms = [above(number, torch.finfo(number.dtype).max) for number in bounds]
+    terms: list[Tensor] = []
+    for number in bounds:
+        terms.append(above(number, torch.finfo(number.dtype).max))
     for one in deferred:
-        terms += one.numbers if one.limit is None else [above(number, one.limit) for number in one.numbers]
+        for number in one.numbers:
+            terms.append(number if one.limit is None else above(number, one.limit))
     where = device or terms[0].device
-    terms = [term.to(where) for term in terms]
-    total = terms[0]
+    total = terms[0].to(where)
     for term in terms[1:]:
-        total = total + term  # none is below zero, so that none cancels another; two bools are or-ed
+        total = total + term.to(where)  # none is below zero, so that none cancels another; two bools are or-ed
     if total.dtype == torch.bool:
         return total.to(torch.float32)
     return total.ne(0).to(torch.float32) if total.dtype != torch.float32 else total.ne_(0)
@@ -173,7 +181,7 @@ def _float32(number: float) -> float:
 def read_together(tensors: Sequence[Tensor]) -> list[float]:
     """Return 0-dim tensors as floats, with one wait for the device however many they are."""
     if len(tensors) == 1 or all(map(_is_cpu, tensors)):
-        return [tensor.tolist() for tensor in tensors]  # type: ignore[misc]  # a 0-dim tensor gives a number
+        return list(map(Tensor.tolist, tensors))  # type: ignore[arg-type]  # a 0-dim tensor gives a number
     numbers: list[float] = pack(tensors).tolist()
     return numbers
 

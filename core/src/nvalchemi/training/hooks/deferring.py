@@ -12,7 +12,13 @@ from nvalchemi.errors import HookContractError
 if TYPE_CHECKING:
     from nvalchemi.training.hooks.update import TrainingUpdateHook
 
-__all__ = ["checked_deferrer", "checked_divisor", "checked_scalar"]
+__all__ = ["Turn", "checked_deferrer", "checked_divisor", "checked_scalar"]
+
+
+class Turn:
+    """Which hook of a composition is at work, as its windows know it: whose veto, and whose reason, it is."""
+
+    hook: TrainingUpdateHook | None = None
 
 
 def checked_deferrer(hook: TrainingUpdateHook | None, reason: str, *, voting: bool) -> TrainingUpdateHook:

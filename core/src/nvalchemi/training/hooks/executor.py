@@ -20,6 +20,7 @@ __all__ = ["StockExecutor", "code_around_step", "nobody_around", "why_not_folded
 
 
 _grad = attrgetter("grad")
+_adam_state = itemgetter("exp_avg", "exp_avg_sq", "step")
 
 
 def why_not_folded(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> str:
@@ -113,7 +114,7 @@ class _Kept:
             and parameters is self._parameters
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))  # load_state_dict makes new ones
-            and [_switches(group) for group in groups] == self._switches
+            and list(map(_switches, groups)) == self._switches
             and nobody_around(optimizer)
             and (not self._sharded or placed_alike(parameters, [p.grad for p in parameters]))  # type: ignore[misc]
         )
@@ -131,7 +132,7 @@ class _Kept:
                 return False
             lists.append((own, states, fused_adam.are_alike(local_parts(own))))
         self._lists, self._parameters, self._sharded = lists, parameters, any_sharded(parameters)
-        self._switches = [_switches(group) for group in optimizer.param_groups]
+        self._switches = list(map(_switches, optimizer.param_groups))
         self._groups = optimizer.param_groups
         self._states = list(optimizer.state.values())
         return True
@@ -183,8 +184,10 @@ class _Algorithm(NamedTuple):
 
 def _are_plain(lr: Any, beta1: Any, beta2: Any, amp: Mapping[str, Tensor | None], device: torch.device) -> bool:
     """Return whether settings are numbers, and divisor and veto are where the parameters are."""
-    numbers = type(lr) is float and type(beta1) is float and type(beta2) is float
-    return numbers and all(one is None or one.device == device for one in amp.values())
+    for one in amp.values():
+        if one is not None and one.device != device:
+            return False
+    return type(lr) is float and type(beta1) is float and type(beta2) is float
 
 
 def _column(states: list[dict[str, Any]], name: str) -> list[Tensor]:
@@ -205,14 +208,9 @@ def _run_adam(
 ) -> None:
     beta1, beta2 = group["betas"]
     decoupled = group["decoupled_weight_decay"]
-    columns = (
-        own,
-        grads,
-        _column(states, "exp_avg"),
-        _column(states, "exp_avg_sq"),
-        _column(states, "max_exp_avg_sq") if group["amsgrad"] else [],
-        _column(states, "step"),
-    )
+    averages, squares, steps = map(list, zip(*map(_adam_state, states), strict=True))
+    largest = _column(states, "max_exp_avg_sq") if group["amsgrad"] else []
+    columns = (own, grads, averages, squares, largest, steps)
     settings = {
         "amsgrad": group["amsgrad"],
         "lr": group["lr"],

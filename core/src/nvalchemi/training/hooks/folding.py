@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import filterfalse, repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fold"]
 
+_nonfinite = attrgetter("nonfinite")
+
 
 def fold(decision: Decision, gradients: WindowGradients) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return all vetoes as one flag, and the flag of each optimizer that has gradients, in which it may differ.
@@ -23,19 +27,28 @@ def fold(decision: Decision, gradients: WindowGradients) -> tuple[Tensor | None,
     A flag is float32, 0-dim, exactly 0 or 1; None where nothing can veto.
     """
     deferred, chosen, bounded = decision.deferred, gradients.chosen(), _bounded(decision, gradients)
-    spared = all(any(one is other for other in bounded) for one in chosen)
-    counted = [one for one in deferred if not (one.nonfinite and spared)]
-    products = [one.pending_product() for one in chosen if one.has_product and not gradients.fits(one)]
+    spared = bounded.issuperset(chosen)
+    counted = list(filterfalse(_nonfinite, deferred)) if spared else deferred
+    products = []
+    for one in chosen:
+        if one.has_product and not gradients.fits(one):
+            products.append(one.pending_product())
     common = fold_flags(counted, products, gradients.device) if counted or products else None
-    if gradients.scaler is None or spared or any(one.nonfinite for one in deferred):
+    if gradients.scaler is None or spared or any(map(_nonfinite, deferred)):
         return common, [common] * len(chosen)
     own = [fold_flags([], [one.peak()], gradients.device) for one in chosen]
     return common, list(own) if common is None else [torch.maximum(common, flag) for flag in own]
 
 
-def _bounded(decision: Decision, gradients: WindowGradients) -> list[OptimizerGradients]:
+def _bounded(decision: Decision, gradients: WindowGradients) -> set[OptimizerGradients]:
     """Return the gradients that are finite if no deferred veto on a norm of theirs counts."""
     if gradients.changed:  # what a hook has made of them says nothing of what the backward pass left
-        return []
-    numbers = [number for one in decision.deferred if not one.nonfinite for number in one.numbers]
-    return [one for norm, chosen in gradients.measured if any(norm is number for number in numbers) for one in chosen]
+        return set()
+    numbers: list[Tensor] = []
+    for one in filterfalse(_nonfinite, decision.deferred):
+        numbers += one.numbers
+    bounded: set[OptimizerGradients] = set()
+    for norm, chosen in gradients.measured:
+        if any(map(is_, numbers, repeat(norm))):
+            bounded.update(chosen)
+    return bounded

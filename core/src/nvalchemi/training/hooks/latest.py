@@ -45,8 +45,7 @@ class LatestStep:
             self.conclude(pending.ctx, outcome)
             try:
                 if pending.announced:
-                    with pending.as_it_was() as ctx:
-                        self._settle(ctx, outcome)
+                    pending.tell_as_it_was(self._settle, outcome)
             finally:
                 pending.tell()
         return self.outcome

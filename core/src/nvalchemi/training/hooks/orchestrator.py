@@ -107,16 +107,16 @@ class TrainingUpdateOrchestrator:
                     f"The stage is {stage!r}; call orchestrator(ctx, TrainingStage.BEFORE_BATCH) and so on."
                 )
             return
-        conductor = self._conductor
+        turn = self._conductor.turn
         try:
             work(ctx)
         except Exception as error:  # noted and raised again
-            if conductor.at_work is not None:
-                add_hook_note(error, conductor.at_work, stage, ctx)
+            if turn.hook is not None:
+                add_hook_note(error, turn.hook, stage, ctx)
             ctx.close(error)
             raise
         finally:
-            conductor.at_work = None
+            turn.hook = None
 
     # What happened, and what would.
 

@@ -19,10 +19,13 @@ class Part(NamedTuple):
         The hook.
     whole : bool
         It overrides ``__call__``, which is called then instead of the method of the stage.
+    concerned : bool
+        It may act on how a step ended. If it does not know of deferred vetoes, it is told of an earlier one first.
     """
 
     hook: TrainingUpdateHook
     whole: bool
+    concerned: bool
 
 
 class Voter(NamedTuple):
@@ -75,5 +78,8 @@ class Parts:
 
 
 def _overriding(hooks: Sequence[TrainingUpdateHook], method: str) -> _Stage:
-    parts = (Part(hook, overrides(hook, "__call__")) for hook in hooks)
+    parts = (
+        Part(hook, overrides(hook, "__call__"), takes_part_in_step(hook) or overrides(hook, "settled"))
+        for hook in hooks
+    )
     return tuple(part for part in parts if part.whole or overrides(part.hook, method))

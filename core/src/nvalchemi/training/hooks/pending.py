@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HostMirror", "PendingStep"]
 
+_is_cpu = attrgetter("is_cpu")
+
 
 class HostMirror:
     """0-dim tensors, copied to the host without waiting for the device.
@@ -28,7 +31,7 @@ class HostMirror:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        on_host = all(map(_is_cpu, tensors))
         self._send(tensors, None if on_host else pack(tensors))
 
     def again(self) -> HostMirror:
@@ -102,14 +105,13 @@ class PendingStep:
         self.ctx.pending = None
         return self.waiting.finish(self.ctx)
 
-    @contextmanager
-    def as_it_was(self) -> Iterator[TrainContext]:
-        """Give the context with the counts of batches as they were at the step, for hooks that learn of it later."""
+    def tell_as_it_was(self, told: Callable[[TrainContext, StepOutcome], None], outcome: StepOutcome) -> None:
+        """Tell hooks the outcome, with the counts of batches in the context as they were at the step."""
         ctx = self.ctx
         later = ctx.batch_count, ctx.epoch_step_count
         ctx.batch_count, ctx.epoch_step_count = self._batches
         try:
-            yield ctx
+            told(ctx, outcome)
         finally:
             ctx.batch_count, ctx.epoch_step_count = later
 
@@ -119,7 +121,7 @@ class PendingStep:
 
     def counts_for(self, ctx: TrainContext) -> bool:
         """Return whether they do."""
-        return self._window is not None and any(ctx is one for one in self._counting)
+        return self._window is not None and any(map(is_, self._counting, repeat(ctx)))
 
     def then(self, follower: Callable[[TrainContext], None]) -> None:
         """Have somebody called with the context once the outcome is known, after the hooks."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,7 @@ class AverageOffer:
     taken: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerPlan:
+class OptimizerPlan(NamedTuple):
     """One optimizer's step, as the hooks have agreed on it.
 
     Parameters
@@ -61,4 +60,4 @@ class OptimizerPlan:
     parameters: Sequence[Tensor]
     divisor: Tensor | None = None
     veto_flag: Tensor | None = None
-    averages: tuple[AverageOffer, ...] = field(default=())
+    averages: tuple[AverageOffer, ...] = ()

@@ -22,7 +22,10 @@ class ScalerDriver(Protocol):
     """What the update asks of a scaler in one window."""
 
     folds: bool  # unscaling may be left to the optimizer's own pass
-    largest: float  # what the scale is at most
+
+    @property
+    def largest(self) -> float:
+        """What the scale is at most."""
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Return the scale that gradients carry: 0-dim, on `device`."""
@@ -49,9 +52,10 @@ def drive(scaler: Any) -> ScalerDriver | None:
 
 def _folds(kind: type, scaler: object) -> bool:
     """Return whether a scaler has the protocol; looked up once a class, for the look-up is slow."""
-    if kind not in _KNOWN:
-        _KNOWN[kind] = isinstance(scaler, GradientScaler)
-    return _KNOWN[kind]
+    folds = _KNOWN.get(kind)
+    if folds is None:
+        folds = _KNOWN[kind] = isinstance(scaler, GradientScaler)
+    return folds
 
 
 class _Folding:
@@ -61,9 +65,13 @@ class _Folding:
 
     def __init__(self, scaler: GradientScaler) -> None:
         self._scaler = scaler
-        self.largest = float(getattr(scaler, "largest_scale", 2.0**64))
         self.scale_on = scaler.divisor
         self.close = scaler.close
+
+    @property
+    def largest(self) -> float:
+        """What the scale is at most, asked only where it matters: while a veto stays on the device."""
+        return float(getattr(self._scaler, "largest_scale", 2.0**64))
 
     def unscale(self, gradients: OptimizerGradients) -> None:
         """Leave it to the common division."""

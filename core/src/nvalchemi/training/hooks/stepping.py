@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from nvalchemi.training.hooks.pending import HostMirror
 from nvalchemi.training.hooks.window import UpdateWindow
 
 __all__ = ["OptimizerOutcome", "StepOutcome", "Waiting", "attempt_step", "attempt_without_waiting", "step_schedulers"]
+
+_are_there, _found_inf = attrgetter("are_there"), attrgetter("found_inf")
 
 
 class OptimizerOutcome(NamedTuple):
@@ -122,7 +126,7 @@ def attempt_without_waiting(ctx: TrainContext, window: UpdateWindow) -> StepOutc
     if obstacle:
         return attempt_step(ctx, window, f"at once: {obstacle}")
     everybody = window.gradients
-    chosen = [gradients for gradients in everybody if gradients.are_there]
+    chosen = list(filter(_are_there, everybody))
     common, own = window.fold()
     if ranks is not None:
         common, own = ranks.agree_on_device(common, own)
@@ -175,15 +179,16 @@ def _carry_out(
     resolution: str,
 ) -> StepOutcome:
     """Step who may step, those apart who have stepped under a veto on the device, and report."""
-    reports, moved, found_inf = [], [], window.decision.found_inf
-    vetoed = window.vetoed
+    decision = window.decision
+    reports, moved, found_inf = [], [], decision.found_inf
+    vetoed = bool(decision.vetoes)
     for gradients in everybody:
         reason = _why_not(vetoed, gradients)
         if reason:
             gradients.division = ""
         else:
             moved.append(gradients.optimizer)
-            if done and any(gradients is one for one in done):
+            if gradients in done:  # they are equal only to themselves
                 window.settle_division(gradients)
             else:
                 window.step(gradients)
@@ -192,8 +197,7 @@ def _carry_out(
     if ctx.lr_schedulers:
         step_schedulers(ctx.lr_schedulers, window.optimizers, moved)
     window.close(True if found_inf else False if moved else None)
-    vetoes = tuple(window.decision.vetoes)
-    return StepOutcome(not moved, found_inf, vetoes, tuple(reports), resolution=resolution)
+    return StepOutcome(not moved, found_inf, tuple(decision.vetoes), tuple(reports), resolution=resolution)
 
 
 def _why_not(vetoed: bool, gradients: OptimizerGradients) -> str:
@@ -209,11 +213,11 @@ def _why_at_once(window: UpdateWindow) -> str:
     scaler, deferred = window.scaler, window.decision.deferred
     if window.vetoed:
         return "a hook has vetoed"
-    if not any(gradients.are_there for gradients in window.gradients):
+    if not any(map(_are_there, window.gradients)):
         return "there is no gradient"
     if scaler is not None and not scaler.folds:
         return "the scaler unscales by itself"
-    if scaler is not None and not all(one.found_inf for one in deferred):
+    if scaler is not None and not all(map(_found_inf, deferred)):
         return "a veto on finite gradients leaves the loss scale as it is"
     if scaler is None and not window.decision.waits and (window.ranks is None or window.ranks.alike):
         return "nothing is left to decide"
@@ -228,15 +232,19 @@ def _why_no_veto(gradients: OptimizerGradients) -> str:
 
 def _all_of(flags: Sequence[Tensor | None]) -> Tensor | None:
     """Return the flag that says that every optimizer is held back."""
-    known = [flag for flag in flags if flag is not None]
-    if not known or all(flag is known[0] for flag in known):
-        return known[0] if known else None
-    return torch.stack([flag.to(known[0].device) for flag in known]).amin()
+    return flags[0] if _is_one(flags) else _stacked(flags).amin()
 
 
 def _any_of(flags: Sequence[Tensor | None]) -> Tensor | None:
     """Return the flag that says that at least one is."""
+    return flags[0] if _is_one(flags) else _stacked(flags).amax()
+
+
+def _is_one(flags: Sequence[Tensor | None]) -> bool:
+    """Return whether all are the same flag, or None."""
+    return all(map(is_, flags, repeat(flags[0])))
+
+
+def _stacked(flags: Sequence[Tensor | None]) -> Tensor:
     known = [flag for flag in flags if flag is not None]
-    if not known or all(flag is known[0] for flag in known):
-        return known[0] if known else None
-    return torch.stack([flag.to(known[0].device) for flag in known]).amax()
+    return torch.stack([flag.to(known[0].device) for flag in known])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.training.hooks.carrying_out import Carrier
 from nvalchemi.training.hooks.decision import Decision, Reading, Veto, read_together
-from nvalchemi.training.hooks.deferring import checked_deferrer, checked_divisor, checked_scalar
+from nvalchemi.training.hooks.deferring import Turn, checked_deferrer, checked_divisor, checked_scalar
 from nvalchemi.training.hooks.folding import fold
 from nvalchemi.training.hooks.gradients import OptimizerGradients
 from nvalchemi.training.hooks.members import Roster
@@ -45,13 +45,14 @@ class UpdateWindow:
         Who steps the optimizers, with the lists that are kept from window to window.
     roster : Roster, optional
         The parameters of the optimizers, looked at once.
+    turn : Turn, optional
+        Which hook is at work.
     """
 
     begun = True  # optimizers and scaler are known
     closed = False
     voting = False  # deferred vetoes count now
-    at_work: TrainingUpdateHook | None = None  # whose veto, and whose reason, it is
-    noted: str | None = None
+    noted: tuple[TrainingUpdateHook | None, str] = (None, "")  # the reason of a veto, and whose it is
     raw_loss: Tensor | None = None  # during a backward pass: the loss that no hook has transformed yet
     shared: tuple[Shared, ...] = ()  # in the order in which hooks asked, which is that of all ranks
     exchanged = False  # what ranks share is known
@@ -64,11 +65,13 @@ class UpdateWindow:
         scaler: Any = None,
         carrier: Carrier | None = None,
         roster: Roster | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self.decision = Decision()
         self._gradients = WindowGradients(optimizers, scaler, roster or Roster())
         self._carrier = carrier or Carrier()
         self._offers: list[AverageOffer] = []
+        self._turn = turn or Turn()
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -183,7 +186,9 @@ class UpdateWindow:
     @property
     def veto_flag(self) -> Tensor | None:
         """See `TrainContext.veto_flag`."""
-        return self.decision.veto_flag() if self._flag is None else self._flag
+        if self._flag is None and self.decision.deferred:  # most often the host knows
+            return self.decision.veto_flag()
+        return self._flag
 
     @property
     def vetoed(self) -> bool:
@@ -192,27 +197,28 @@ class UpdateWindow:
 
     def defer_veto(self, flag: object, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto`."""
-        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        hook = checked_deferrer(self._turn.hook, reason, voting=self.voting)
         self.decision.defer(hook, reason, checked_scalar(flag, hook), found_inf=found_inf)
 
     def defer_veto_above(self, value: object, limit: float, reason: str, *, found_inf: bool = False) -> None:
         """See `TrainContext.defer_veto_above`."""
-        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        hook = checked_deferrer(self._turn.hook, reason, voting=self.voting)
         self.decision.defer_above(hook, reason, checked_scalar(value, hook), limit, found_inf=found_inf)
 
     def defer_veto_nonfinite(self, reason: str) -> None:
         """See `TrainContext.defer_veto_nonfinite`."""
-        hook = checked_deferrer(self.at_work, reason, voting=self.voting)
+        hook = checked_deferrer(self._turn.hook, reason, voting=self.voting)
         self.decision.defer_nonfinite(hook, reason, self._gradients.peaks())
 
     def note_veto(self, reason: str) -> None:
         """See `TrainContext.note_veto`."""
-        self.noted = reason
+        self.noted = self._turn.hook, reason
 
     def veto(self, hook: TrainingUpdateHook) -> None:
         """Count the veto that a hook has returned."""
-        reason, self.noted = self.noted, None
-        self.decision.vetoes.append(Veto(hook.state_key, reason or "returned False"))
+        noted_by, reason = self.noted
+        given = reason if noted_by is hook else ""
+        self.decision.vetoes.append(Veto(hook.state_key, given or "returned False"))
 
     def share(self, value: float | Tensor) -> Shared:
         """See `TrainContext.share`."""
@@ -223,8 +229,10 @@ class UpdateWindow:
 
     def read_later(self, tensor: Tensor) -> Reading:
         """See `TrainContext.read_later`."""
-        own = any(tensor is norm for norm, _ in self._gradients.measured)  # nobody changes these
-        return self.decision.read_later(tensor if own else tensor.detach().clone())  # what it holds now
+        for norm, _ in self._gradients.measured:
+            if tensor is norm:  # nobody changes it
+                return self.decision.read_later(tensor)
+        return self.decision.read_later(tensor.detach().clone())  # what it holds now
 
     def offer_average(
         self,
@@ -248,7 +256,8 @@ class UpdateWindow:
 
     def follow(self, scaler: Any) -> None:
         """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
-        self._gradients.follow(scaler)
+        if scaler is not self._gradients.given_scaler:
+            self._gradients.follow(scaler)
 
     def refresh(self) -> None:
         """Forget what was computed: a backward pass has added to the gradients."""
@@ -256,7 +265,7 @@ class UpdateWindow:
 
     def begin_voting(self) -> None:
         """Let deferred vetoes count, on gradients as they are now: plain hooks may have changed them."""
-        self.voting = True
+        self.voting, self.noted = True, (None, "")
         self._gradients.stop_watching()
         self.exchanged = True
 
@@ -266,27 +275,34 @@ class UpdateWindow:
 
     def resolve(self) -> None:
         """Let the host know the vetoes so far, and which gradients are not finite if a scaler has to know."""
-        if self.scaler is not None or self.decision.waits:
+        if self._gradients.scaler is not None or self.decision.waits:
             numbers, take = self.ask()
             take(read_together(numbers))
 
     def ask(self) -> tuple[list[Tensor], Callable[[Sequence[float]], None]]:
         """Return the numbers on which the step depends, and who takes their values once the host knows them."""
-        divided = self._gradients.chosen() if self.scaler is not None or self._gradients.normalisers else []
-        measured = [gradients for gradients in divided if gradients.holds_inf is None and self.scaler is not None]
-        products = [gradients.pending_product() for gradients in divided if gradients.has_product]
-        deferred, take_deferred = self.decision.ask()
+        scaler, measured = self._gradients.scaler, []
+        numbers, take_deferred = self.decision.ask()
+        first = len(numbers)
+        divided = self._gradients.chosen() if scaler is not None or self._gradients.normalisers else []
+        for gradients in divided:
+            if gradients.holds_inf is None and scaler is not None:
+                measured.append(gradients)
+                numbers.append(gradients.peak())
+        second = len(numbers)
+        for gradients in divided:
+            if gradients.scale is not None and gradients.divisor is not None:
+                numbers.append(gradients.pending_product())
 
         def take(values: Sequence[float]) -> None:
-            first, second = len(deferred), len(deferred) + len(measured)
-            take_deferred(values[:first])
+            take_deferred(values)
             for gradients, peak in zip(measured, values[first:second], strict=True):
                 gradients.holds_inf = gradients.found_here = not math.isfinite(peak)
-            if not all(map(math.isfinite, values[second:])) and not self.vetoed:
+            if not all(map(math.isfinite, values[second:])) and not self.decision.vetoes:
                 self.decision.vetoes.append(_OVERFLOW)
                 self.decision.found_inf = True
 
-        return [*deferred, *(gradients.peak() for gradients in measured), *products], take
+        return numbers, take
 
     def fold(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return all vetoes as one flag, and the flag of each optimizer that has gradients; see `folding.fold`."""
@@ -316,12 +332,13 @@ class UpdateWindow:
         if self.closed:
             return
         self.closed = True
-        if self.scaler is not None:
+        scaler = self._gradients.scaler
+        if scaler is not None:
             if found_inf is True:
                 for gradients in self._gradients.chosen():
                     if gradients.holds_inf:
                         self._gradients.unscale(gradients)  # so that torch's scaler has a record of the inf
-            self.scaler.close(found_inf)
+            scaler.close(found_inf)
 
     def parts(self) -> list[Any]:
         """Return every object that what is known of this window lies in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nvalchemi.training.unwrap import bare_module
 
 __all__ = ["WindowGradients"]
 
+_are_there = attrgetter("are_there")
 _CPU = torch.device("cpu")
 _ROOMY = torch.finfo(torch.float32).max * (1 - 2.0**-16)  # also where factors and product have been rounded
 
@@ -35,6 +37,8 @@ class WindowGradients:
 
     Attributes
     ----------
+    given_scaler : object or None
+        The scaler itself.
     scaler : ScalerDriver or None
         Who drives the scaler in this window.
     unscaled : bool
@@ -61,7 +65,7 @@ class WindowGradients:
         self.optimizers = optimizers
         self.normalisers: list[tuple[float | Tensor, float]] = []
         self.measured: list[tuple[Tensor, list[OptimizerGradients]]] = []
-        self._given_scaler = scaler
+        self.given_scaler = scaler
         self.scaler: ScalerDriver | None = drive(scaler) if scaler is not None else None
         self._roster = roster
         self._chosen: list[OptimizerGradients] = []
@@ -69,25 +73,13 @@ class WindowGradients:
     @property
     def everybody(self) -> list[OptimizerGradients]:
         """The gradients of each optimizer, in the order of the optimizers."""
-        if self._known is None:
-            self._known = [OptimizerGradients(one, self._roster.members(one)) for one in self.optimizers]
-            self._look()
-            if self.scaler is not None:
-                self.refuse_shared()
-                for gradients in self._chosen:
-                    gradients.scale = self.scaler.scale_on(gradients.device)
-            for by, at_most in self.normalisers:
-                self._normalise(by, at_most)
-            if self._watching:
-                for gradients in self._known:
-                    gradients.remember()
-        return self._known
+        return self._collect() if self._known is None else self._known
 
     @property
     def device(self) -> torch.device:
         """Where norms and flags of all optimizers meet."""
         if self._known is None:
-            _ = self.everybody
+            self._collect()
         return self._device
 
     @property
@@ -107,7 +99,7 @@ class WindowGradients:
         """Return those that there are, of all optimizers or of the one at a place."""
         if self.before_looking is not None:
             self.before_looking()
-        everybody = self.everybody
+        everybody = self._collect() if self._known is None else self._known
         if optimizer is None:
             return self._chosen
         return [everybody[optimizer]] if everybody[optimizer].are_there else []
@@ -117,14 +109,18 @@ class WindowGradients:
     def norm(self, norm_type: float, optimizer: int | None) -> Tensor:
         """See `UpdateWindow.norm`."""
         chosen = self.chosen(optimizer)
-        norm = combine_norms([gradients.norm(norm_type) for gradients in chosen], norm_type, self.device)
+        if len(chosen) == 1:
+            norm = chosen[0].norm(norm_type).to(self._device)
+        else:
+            norm = combine_norms([gradients.norm(norm_type) for gradients in chosen], norm_type, self._device)
         self.measured.append((norm, chosen))
         return norm
 
     def divide(self, by: Tensor, optimizer: int | None, at_most: float) -> None:
         """See `UpdateWindow.divide`."""
         chosen = self.chosen(optimizer)
-        self.refuse_shared()
+        if len(self.optimizers) > 1:
+            self.refuse_shared()
         for gradients in chosen:
             gradients.divide(by.to(gradients.device), at_most)
 
@@ -137,7 +133,7 @@ class WindowGradients:
 
     def peaks(self) -> list[Tensor]:
         """Return norms that are finite just where all gradients are: 0-dim, one for each optimizer that has any."""
-        return [gradients.peak() for gradients in self.chosen()]
+        return list(map(OptimizerGradients.peak, self.chosen()))
 
     def nonfinite(self) -> Tensor:
         """See `UpdateWindow.nonfinite`."""
@@ -194,12 +190,12 @@ class WindowGradients:
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> None:
         """Take over optimizers and scaler as they are now, before anything was computed."""
         self.optimizers = optimizers
-        if scaler is not self._given_scaler:
-            self._given_scaler, self.scaler = scaler, drive(scaler)
+        if scaler is not self.given_scaler:
+            self.given_scaler, self.scaler = scaler, drive(scaler)
 
     def follow(self, scaler: Any) -> None:
         """Go on with a scaler that was set after the window began, unless gradients have been unscaled by another."""
-        if scaler is None or scaler is self._given_scaler:
+        if scaler is None or scaler is self.given_scaler:
             return
         if self.unscaled:
             raise HookContractError(
@@ -239,6 +235,24 @@ class WindowGradients:
             gradients.release()
         self._chosen = []
 
+    def _collect(self) -> list[OptimizerGradients]:
+        """Look at the gradients of every optimizer, and note what is pending on them."""
+        self._known = known = []
+        for optimizer in self.optimizers:
+            known.append(OptimizerGradients(optimizer, self._roster.members(optimizer)))
+        self._look()
+        if self.scaler is not None:
+            if len(self.optimizers) > 1:
+                self.refuse_shared()
+            for gradients in self._chosen:
+                gradients.scale = self.scaler.scale_on(gradients.device)
+        for by, at_most in self.normalisers:
+            self._normalise(by, at_most)
+        if self._watching:
+            for gradients in known:
+                gradients.remember()
+        return known
+
     def _normalise(self, by: float | Tensor, at_most: float) -> None:
         self.refuse_shared()
         for gradients in self._chosen:
@@ -248,5 +262,5 @@ class WindowGradients:
 
     def _look(self) -> None:
         """Note which optimizers have gradients, and where norms and flags of all of them meet."""
-        self._chosen = [gradients for gradients in self._known or () if gradients.are_there]
+        self._chosen = list(filter(_are_there, self._known or ()))
         self._device = self._chosen[0].device if self._chosen else _CPU

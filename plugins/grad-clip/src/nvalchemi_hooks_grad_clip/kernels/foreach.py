@@ -41,7 +41,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     divisor = norm.add(_epsilon(norm.dtype))
     if max_norm != 1.0:
         divisor.div_(max_norm)
-    return divisor.clamp_(min=1.0)
+    return divisor.clamp_min_(1.0)
 
 
 @functools.cache
