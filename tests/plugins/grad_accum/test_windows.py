@@ -162,6 +162,24 @@ def test_an_error_ends_its_window_and_the_next_is_whole(make_strategy, make_batc
     assert torch.equal(weights_of(strategy), weights_of(straight))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_error_inside_a_window_that_fsdp2_holds_is_final(make_strategy, make_batches, plain, batch):
+    """Gradients that were not reduced yet lie where nobody can clear them, so the run is not gone on with."""
+    armed = [True]
+
+    def fail(ctx):
+        if armed.pop():
+            raise OSError("the disk is gone")
+
+    strategy = make_strategy(plain(S.AFTER_LOSS, lambda ctx: ctx.batch_count == batch and armed and fail(ctx)))
+    strategy.models["main"].set_requires_gradient_sync = lambda reduces: None  # as FSDP2's modules have it
+    batches = make_batches(*8 * [3])
+    with pytest.raises(OSError, match="the disk is gone"):
+        strategy.run(batches)
+    with pytest.raises(RuntimeError, match="half-way, and FSDP2 holds gradients of it"):
+        strategy.run(batches)
+
+
 @pytest.mark.parametrize("stage", [S.AFTER_BACKWARD, S.BEFORE_OPTIMIZER_STEP])
 def test_an_error_takes_along_what_its_window_holds(make_strategy, make_batches, weights_of, plain, stage):
     """The last batch of a window fails once its weights are added up: the next window is not divided by them."""

@@ -109,6 +109,7 @@ class GradientAccumulationHook(TrainingUpdateHook):
         self._torn = False  # a batch is under way, or was left in its middle
         self._divided = 1.0  # what this rank alone has normalised by
         self._shared: Shared | None = None
+        self._held_back = False  # models have been told not to reduce, and have not reduced since
 
     def before_batch(self, ctx: TrainContext, *, will_skip: bool) -> bool:
         """Say whether the window ends with this batch; keep the gradients of those before it."""
@@ -119,6 +120,7 @@ class GradientAccumulationHook(TrainingUpdateHook):
             self._total = 0.0
         if self.batches + 1 < self.steps and not ctx.is_last_batch:
             ctx.window_complete = False
+            self._held_back = True
             for context in unheard(ctx.models):
                 ctx.enter_batch_context(context)
         return self.batches == 0
@@ -155,6 +157,7 @@ class GradientAccumulationHook(TrainingUpdateHook):
     def after_optimizer_step(self, ctx: TrainContext, *, skipped: bool) -> None:
         """Count the batch, or begin a new window."""
         self._torn = False
+        self._held_back &= not ctx.window_complete
         self.batches = 0 if ctx.window_complete else self.batches + 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +223,18 @@ class GradientAccumulationHook(TrainingUpdateHook):
             self._shared = ctx.share(self._total)
 
     def _let_go(self, ctx: TrainContext) -> None:
-        """Forget the window: an error has left one of its batches in its middle, its gradients half added perhaps."""
+        """Forget the window: an error has left one of its batches in its middle, its gradients half added perhaps.
+
+        Raises
+        ------
+        RuntimeError
+            FSDP2 holds gradients of that window where nobody can reach them.
+        """
+        if self._held_back and any(hasattr(model, "set_requires_gradient_sync") for model in ctx.models.values()):
+            raise RuntimeError(
+                f"An error has left a window of {self.steps} micro-batches half-way, and FSDP2 holds gradients of it "
+                "that nobody can clear: the next step would take them in. Go on in a new process, from a checkpoint."
+            )
         for optimizer in ctx.untouched_optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.batches, self._shared = 0, None
