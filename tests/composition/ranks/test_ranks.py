@@ -56,6 +56,12 @@ def test_a_step_sends_gradients_and_one_message(seen, process, update):
     assert seen[process]["sent"][update] == {"gradients": 5, "all_reduce": 5}
 
 
+@pytest.mark.parametrize("process", RANKS[:2], ids=str)
+def test_two_batches_to_a_step_send_no_more(seen, process):
+    """Accumulation that may drop batches, and spike skipping, add nothing: three windows in five batches send thrice."""
+    assert seen[process]["sent"]["accumulating"] == {"gradients": 3, "all_reduce": 3}
+
+
 def test_numbers_are_added_up(seen):
     """What hooks share is added up: 4 samples on each of two ranks are 8, 4 in the mean."""
     for rank in range(2):

@@ -24,6 +24,7 @@ from nvalchemi.training import (
     GradScalerVetoHook,
     LossScalingHook,
     OptimizerConfig,
+    SpikeSkipHook,
     TrainingStage,
     TrainingStrategy,
     Validation,
@@ -146,10 +147,10 @@ def shared():
     return totals.seen
 
 
-def sent(*, hook=DDPHook, lazy=False):
+def sent(*more, hook=DDPHook, lazy=False):
     """Count what is sent from the second batch to the sixth: gradients by a communication hook, the rest by name."""
     counts, before = Counter(), {}
-    strategy = strategy_of(hook(), steps=6, lazy=lazy, more=[Totals()])
+    strategy = strategy_of(hook(), steps=6, lazy=lazy, more=[Totals(), *more])
     strategy.setup()
     if isinstance(strategy.models["main"], nn.parallel.DistributedDataParallel):
 
@@ -322,7 +323,11 @@ def main(folder):
     if world() == 2:
         seen |= {
             "shared": shared(),
-            "sent": {"eager": sent(), "lazy": sent(lazy=True)},
+            "sent": {
+                "eager": sent(),
+                "lazy": sent(lazy=True),
+                "accumulating": sent(GradientAccumulationHook(steps=2, on_nonfinite="drop"), SpikeSkipHook(warmup=2)),
+            },
             "other hooks": other_hooks(),
             "other lengths": other_lengths(),
             "other batches": meeting(batch_count=4 + rank()),
