@@ -58,7 +58,7 @@ def test_a_step_sends_gradients_and_one_message(seen, process, update):
 
 @pytest.mark.parametrize("process", RANKS[:2], ids=str)
 def test_two_batches_to_a_step_send_no_more(seen, process):
-    """Accumulation that may drop batches, and spike skipping, add nothing: three windows in five batches send thrice."""
+    """Accumulation that may drop batches, and spike skipping, add nothing: three windows send three times."""
     assert seen[process]["sent"]["accumulating"] == {"gradients": 3, "all_reduce": 3}
 
 

@@ -29,13 +29,14 @@ Numbers = list[float]
 
 _TOLERANCE = {"float32": 2e-5, "float64": 1e-7, "bfloat16": 3e-2}  # what divides gradients is a float32 everywhere
 _BEFORE_BUFFERS = {("plain", TrainingStage.BEFORE_BATCH), ("plain", TrainingStage.BEFORE_FORWARD), ("code", "forward")}
+_INSIDE_BACKWARD = ("update", "transform_loss")
 _BEFORE_BACKWARD = {
     ("plain", TrainingStage.AFTER_FORWARD),
     ("plain", TrainingStage.BEFORE_LOSS),
     ("plain", TrainingStage.AFTER_LOSS),
     ("plain", TrainingStage.BEFORE_BACKWARD),
     ("code", "loss"),
-    ("update", "transform_loss"),
+    _INSIDE_BACKWARD,
 }
 _BEFORE_STEP = {("plain", TrainingStage.AFTER_BACKWARD), ("plain", TrainingStage.BEFORE_OPTIMIZER_STEP)}
 _FRESH = {
@@ -93,6 +94,7 @@ class Book:
         self.open = False
         self.torn = False
         self.torn_window = False
+        self.half_added = False  # a backward pass has begun, and no step stage has followed
         self.outcome: dict[str, Any] | None = None
         self.step_count = self.batch_count = self.epoch_step_count = self.epoch = 0
         self.goal: int | None = None
@@ -125,7 +127,7 @@ class Book:
     def _until_step(self, step: Step, expected: Expected) -> str:
         if step.fault == ("update", "before_batch"):
             return "Boom"
-        if not self.open:
+        if not self.open or self.half_added:
             self.kept = {"w": None, "b": None}
         expected.reached_forward = step.fault not in {
             ("plain", TrainingStage.BEFORE_BATCH), ("plain", TrainingStage.BEFORE_FORWARD)
@@ -141,8 +143,10 @@ class Book:
             weight * x for name in ("w", "b") for weight, x in zip(live[name], step.gradients[name] or [], strict=False)
         ]
         expected.loss, expected.loss_size = _sum(terms), 1.0 + sum(abs(term) for term in terms)
+        self.half_added |= step.fault == _INSIDE_BACKWARD
         if step.fault in _BEFORE_BACKWARD:
             return "Boom"
+        self.half_added = True
         for name, gradient in step.gradients.items():
             before = self.kept[name]
             if gradient is not None:
@@ -150,6 +154,7 @@ class Book:
         return "Boom" if step.fault in _BEFORE_STEP else ""
 
     def _step(self, step: Step, expected: Expected) -> str:
+        self.half_added = False
         if step.open:
             self.open, self.outcome = True, {"skipped": True, "open": True, "vetoes": set(), "found_inf": False}
             raises = "Boom" if step.fault == ("update", "after_optimizer_step") else ""
@@ -366,6 +371,7 @@ class Book:
         """
         book = self.copied()
         book.settings, book.pending, book.torn, book.outcome = settings, True, False, None
+        book.half_added = False
         for name in fresh:
             book.hooks[name] = dict(_FRESH[name])
         book.lost_average = average if "ema" in fresh else self.seen["average"] or self.lost_average

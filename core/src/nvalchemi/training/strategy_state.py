@@ -77,7 +77,6 @@ def load_into(strategy: TrainingStrategy, state: Mapping[str, Any], fresh: Colle
         load_models(strategy.models, state["models"], careful)
         load_steppers(strategy.optimizers, own(state["optimizers"]), careful)
         undo.pop_all()  # nobody refused
-    strategy.orchestrator.begin_anew()
     load_gradients(strategy.models, state.get("gradients", {}))
     strategy.orchestrator.go_on(window_open=state.get("window_open", False))
     restore_rng(loaded)

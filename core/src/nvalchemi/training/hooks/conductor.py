@@ -191,14 +191,8 @@ class Conductor:
     def go_on(self, *, window_open: bool) -> None:
         """Leave behind what happened, and go on from a loaded run whose window may be open."""
         self.latest.resolve()
-        if self._window is not None and self._window.unscaled:
-            self._window.close(None)  # torch's scaler would refuse the next one
-        self._window, self.latest.outcome = None, _OPEN if window_open else None
-
-    def begin_anew(self) -> None:
-        """Forget the window and how the latest step ended: they are of other gradients than there are now."""
         self._let_go()
-        self._window = self.latest.outcome = None
+        self._window, self.latest.outcome = None, _OPEN if window_open else None
         self._torn = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -158,14 +158,6 @@ class TrainingUpdateOrchestrator:
         before, latest.pending = latest.pending, pending
         return before
 
-    def begin_anew(self) -> None:
-        """Forget the window that is open, and how the latest step ended: gradients and weights are others now.
-
-        Whoever loads a state calls it, so that the next batch is that of the state, and not of what was under way.
-        """
-        self.resolve()
-        self._conductor.begin_anew()
-
     @property
     def optimizer_step_skipped(self) -> bool:
         """Whether no optimizer stepped at the latest optimizer-step stage; False before the first."""
@@ -245,7 +237,7 @@ class TrainingUpdateOrchestrator:
                 for loaded, one in list(stateful.items())[:place]:
                     one.load_state_dict(before[loaded])
                 raise
-        self.begin_anew()
+        self.go_on(window_open=False)
 
     def go_on(self, *, window_open: bool) -> None:
         """Go on from a run that was loaded; what happened here before is left behind.
